@@ -1,0 +1,339 @@
+"""Everything pfx needs from torch's private modules, so that a torch upgrade is one file.
+
+Three things are built on them. `trace` turns a function into an ATen graph and lifts every tensor
+that the function closed over into an input of that graph. `bind` adds one node for a primitive of
+ours to the graph being traced. `apply` calls a `torch.autograd.Function` so that closed-over
+operands of an enclosing trace are seen by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch._C import _functorch
+from torch._decomp import get_decompositions as _get_decompositions
+from torch._functorch import pyfunctorch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import (
+    get_proxy_mode,
+    get_proxy_slot,
+    has_proxy_slot,
+    make_fx,
+    track_tensor_tree,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+DataDependentError = DataDependentOutputException
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """What a trace knows of a tensor: no data, only its form."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str = "cpu"
+    stride: tuple[int, ...] | None = None
+
+    @staticmethod
+    def of(value: Any) -> TensorMeta:
+        """Read the meta of a tensor, or of anything with a shape and a dtype."""
+        if isinstance(value, TensorMeta):
+            return value
+        if isinstance(value, torch.Tensor):
+            stride = tuple(value.stride())
+            return TensorMeta(tuple(value.shape), value.dtype, value.device.type, stride)
+        return TensorMeta(tuple(value.shape), value.dtype)
+
+
+@dataclass
+class Traced:
+    """An ATen graph, the tensors it captured (its trailing inputs) and how many inputs were given."""
+
+    module: torch.fx.GraphModule
+    captured: list[torch.Tensor]
+    num_inputs: int
+
+    @property
+    def graph(self) -> torch.fx.Graph:
+        """The fx graph: inputs first, then the captured tensors, then the nodes."""
+        return self.module.graph
+
+
+# The innermost running trace of this thread of execution; never read outside a trace.
+_INNERMOST: contextvars.ContextVar[_Lift | None] = contextvars.ContextVar("trace", default=None)
+
+
+def base_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Strip every functorch wrapper (grad, vmap, jvp levels) off a tensor."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def _own_frame(filename: str) -> bool:
+    return "/torch/" in filename or "/pfx/" in filename or filename.startswith("<")
+
+
+def user_source() -> str:
+    """Return ``file.py:line`` of the innermost frame that is neither torch's nor pfx's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not _own_frame(name):
+            return f"{'/'.join(name.rsplit('/', 2)[-2:])}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class _Lift(TorchFunctionMode):
+    """Replaces tensors foreign to a trace by inputs of its graph, and notes source lines."""
+
+    def __init__(self, tracer: Any, fake_mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.tracer = tracer
+        self.fake_mode = fake_mode
+        self.captured: list[torch.Tensor] = []
+        self.stand_ins: dict[int, torch.Tensor] = {}
+        self.source: str | None = None  # None: look at the Python stack
+        self.late = False  # what is recorded now belongs to a backward part
+
+    def adopt(self, value: Any) -> Any:
+        """Return the stand-in of a foreign tensor, or the value itself if it is ours."""
+        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+            adopted = [self.adopt(item) for item in value]
+            same = all(new is old for new, old in zip(adopted, value, strict=True))
+            return value if same else type(value)(adopted)
+        if not isinstance(value, torch.Tensor):
+            return value
+        if has_proxy_slot(base_tensor(value), self.tracer):
+            return value
+        if id(value) not in self.stand_ins:
+            with _bare():
+                self.stand_ins[id(value)] = self._stand_in(value)
+            self.captured.append(value)  # also keeps the id alive
+        return self.stand_ins[id(value)]
+
+    def _stand_in(self, value: torch.Tensor) -> torch.Tensor:
+        fake = fake_tensor(TensorMeta.of(value), self.fake_mode)
+        proxy = self.tracer.create_proxy("placeholder", f"captured_{len(self.captured)}", (), {})
+        proxy.node.meta["val"] = fake
+        track_tensor_tree(fake, proxy, constant=None, tracer=self.tracer)
+        return fake
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _INNERMOST.get() is not self or _reads_meta(func):
+            return func(*args, **kwargs)
+        if func is torch.autograd.grad:  # backward nodes have no line of their own
+            with source_line(""):
+                return func(*args, **kwargs)
+        args = tuple(self.adopt(arg) for arg in args)
+        kwargs = {key: self.adopt(value) for key, value in kwargs.items()}
+        last = self.tracer.graph._root._prev
+        out = func(*args, **kwargs)
+        self.mark(last)
+        return out
+
+    def mark(self, last: torch.fx.Node) -> None:
+        """Give every node created after `last` its source line, unless it has one."""
+        node = self.tracer.graph._root._prev
+        if node is last:
+            return
+        source = user_source() if self.source is None else self.source
+        while node is not last:
+            node.meta.setdefault("source", source)
+            node.meta.setdefault("late", self.late)
+            node = node._prev
+
+
+_VIEW_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
+_META_METHODS = frozenset({"size", "stride", "dim", "numel", "is_floating_point", "is_complex"})
+
+
+def _reads_meta(func: Any) -> bool:
+    """Tell a property such as ``shape`` from a call that computes something."""
+    getter = getattr(func, "__self__", None)
+    if func.__name__ == "__get__":
+        return getattr(getter, "__name__", "") not in _VIEW_PROPERTIES
+    return func.__name__ in _META_METHODS
+
+
+@contextlib.contextmanager
+def source_line(source: str) -> Iterator[None]:
+    """Attribute the nodes recorded meanwhile to a source line of an earlier trace."""
+    lift = _INNERMOST.get()
+    if lift is None:
+        yield
+        return
+    outer, lift.source = lift.source, source
+    try:
+        yield
+    finally:
+        lift.source = outer
+
+
+@contextlib.contextmanager
+def recomputing() -> Iterator[None]:
+    """Mark the nodes recorded meanwhile as recomputation: never to be saved by a forward part."""
+    lift = _INNERMOST.get()
+    if lift is None:
+        yield
+        return
+    outer, lift.late = lift.late, True
+    try:
+        yield
+    finally:
+        lift.late = outer
+
+
+def fake_tensor(meta: TensorMeta, mode: FakeTensorMode) -> torch.Tensor:
+    """Make a tensor of the given form without memory."""
+    with _bare(), mode:
+        if meta.stride is not None:
+            return torch.empty_strided(
+                meta.shape, meta.stride, dtype=meta.dtype, device=meta.device
+            )
+        return torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+
+
+@contextlib.contextmanager
+def _bare() -> Iterator[None]:
+    """Leave every functorch level, dispatch mode and enclosing trace for a while."""
+    token = _INNERMOST.set(None)
+    try:
+        with _disable_current_modes(), pyfunctorch.temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        _INNERMOST.reset(token)
+
+
+def trace(fn: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> Traced:
+    """Trace ``fn(*tensors) -> sequence of tensors`` from the metas of `inputs`.
+
+    The trace is independent of whatever surrounds it: tensors that `fn` closed over, real or
+    belonging to an enclosing trace or transform, become the trailing inputs of the graph and are
+    returned in `Traced.captured`.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=False)
+    lifts: list[_Lift] = []
+
+    def run(*args: torch.Tensor) -> list[torch.Tensor]:
+        proxy_mode = get_proxy_mode()
+        assert proxy_mode is not None
+        lift = _Lift(proxy_mode.tracer, mode)
+        lifts.append(lift)
+        token = _INNERMOST.set(lift)
+        try:
+            with lift:
+                return [lift.adopt(out) for out in fn(*args)]
+        finally:
+            _INNERMOST.reset(token)
+
+    with _bare(), torch.autograd.set_multithreading_enabled(False):
+        fakes = [fake_tensor(TensorMeta.of(value), mode) for value in inputs]
+        module = make_fx(run, tracing_mode="fake")(*fakes)
+    captured = _hoist_captured(module.graph, len(fakes), lifts[0].captured)
+    module.recompile()
+    return Traced(module, captured, len(fakes))
+
+
+def _hoist_captured(
+    graph: torch.fx.Graph, num_inputs: int, captured: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Move the inputs that were discovered on the way to the head; drop those that nothing uses."""
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    kept = []
+    anchor = graph._root
+    for i, node in enumerate(inputs):
+        if i >= num_inputs and not node.users:
+            graph.erase_node(node)
+            continue
+        anchor.append(node)
+        anchor = node
+        if i >= num_inputs:
+            kept.append(captured[i - num_inputs])
+    return kept
+
+
+def is_tracing() -> bool:
+    """Tell whether a `trace` is running."""
+    return _INNERMOST.get() is not None
+
+
+def adopt(value: Any) -> Any:
+    """Make closed-over tensors inputs of the running trace; the identity outside one."""
+    lift = _INNERMOST.get()
+    return value if lift is None else lift.adopt(value)
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Call ``function.apply``; closed-over operands become inputs of the running trace."""
+    lift = _INNERMOST.get()
+    if lift is None:
+        return function.apply(*args)
+    last = lift.tracer.graph._root._prev
+    out = function.apply(*[lift.adopt(arg) for arg in args])
+    lift.mark(last)
+    return out
+
+
+def bind(
+    primitive: Callable[..., tuple[torch.Tensor, ...]],
+    operands: Sequence[torch.Tensor],
+    out_metas: Sequence[TensorMeta],
+) -> tuple[torch.Tensor, ...]:
+    """Record ``primitive(*operands)`` as one node of the running trace, or run it outside one.
+
+    A primitive is a callable value with a `__name__`; its parameters are its own fields.
+    """
+    lift = _INNERMOST.get()
+    if lift is None:
+        return primitive(*operands)
+    tracer, mode = lift.tracer, lift.fake_mode
+    operands = [lift.adopt(x) for x in operands]
+    with _bare():
+        proxies = [get_proxy_slot(x, tracer).proxy for x in operands]
+        proxy = tracer.create_proxy("call_function", primitive, tuple(proxies), {})
+        outs = [fake_tensor(meta, mode) for meta in out_metas]
+        proxy.node.meta["val"] = tuple(outs)
+        for i, out in enumerate(outs):
+            item = proxy[i]
+            item.node.meta["val"] = out
+            track_tensor_tree(out, item, constant=None, tracer=tracer)
+    return tuple(outs)
+
+
+def differentiated_here(tensors: Sequence[Any]) -> bool:
+    """Tell whether the current transform, or plain autograd, differentiates one of `tensors`."""
+    if _functorch.maybe_current_level() is None:
+        return torch.is_grad_enabled() and any(
+            isinstance(t, torch.Tensor) and t.requires_grad for t in tensors
+        )
+    level = _functorch.current_level()
+    return any(
+        isinstance(t, torch.Tensor)
+        and _functorch.is_gradtrackingtensor(t)
+        and _functorch.maybe_get_level(t) == level
+        for t in tensors
+    )
+
+
+def decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
+    """Return torch's own decompositions of the given ops into simpler ones."""
+    return dict(_get_decompositions(list(ops)))
+
+
+def is_fake(value: Any) -> bool:
+    """Tell whether a tensor is a fake one, without memory."""
+    return isinstance(value, FakeTensor)

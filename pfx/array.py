@@ -1,0 +1,102 @@
+"""`Array`: one global tensor held as shards. It only holds; `jit` computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pfx.mesh import Mesh
+from pfx.spec import Layout, P, distinct_coordinates, local_bytes, local_shape, local_slices
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One part of an array: which devices hold it, where it lies, and its data."""
+
+    coordinate: Mapping[str, int]
+    index: tuple[slice, ...]
+    data: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Array:
+    """A global tensor on a mesh.
+
+    `parts` holds the distinct local tensors this process has, row-major over the axes that the
+    layout uses: all of them on a simulated mesh, exactly one on a process mesh.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    mesh: Mesh
+    layout: Layout
+    parts: tuple[torch.Tensor, ...]
+    coordinate: Mapping[str, int] | None = None  # this process's place; None: all are here
+
+    @property
+    def spec(self) -> P:
+        """The partition spec of the array."""
+        return self.layout.spec
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The parts held by this process, with their coordinates and global index slices."""
+        if self.coordinate is not None:
+            places: list[Mapping[str, int]] = [self.coordinate]
+        else:
+            places = list(distinct_coordinates(self.layout, self.mesh))
+        return tuple(
+            Shard(place, local_slices(self.shape, self.layout, self.mesh, place), part)
+            for place, part in zip(places, self.parts, strict=True)
+        )
+
+    @property
+    def bytes_per_device(self) -> int:
+        """The memory one device needs for its part."""
+        return local_bytes(self.shape, self.dtype, self.layout, self.mesh)
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the global tensor; on a process mesh use `pfx.device_get`, which communicates."""
+        if self.coordinate is not None and self.mesh.count(self.layout.axes) > 1:
+            from pfx.errors import MeshError, message
+
+            raise MeshError(
+                message("Array.full_tensor:", "the other parts are in other processes.",
+                        fix="pfx.device_get(x), called by every rank")  # fmt: skip
+            )
+        return assemble(self.shape, self.dtype, self.layout, self.mesh, self.parts)
+
+    def __repr__(self) -> str:
+        return f"Array({self.layout.text(self.shape, self.dtype)} on {self.mesh})"
+
+    def __float__(self) -> float:
+        return float(self.full_tensor())
+
+    def item(self) -> Any:
+        """The Python number of an array with one element."""
+        return self.full_tensor().item()
+
+
+def assemble(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    layout: Layout,
+    mesh: Mesh,
+    parts: tuple[torch.Tensor, ...],
+) -> torch.Tensor:
+    """Put the distinct parts of a value (row-major over its axes) together again."""
+    if len(parts) == 1:
+        return parts[0]
+    out = torch.empty(shape, dtype=dtype, device=parts[0].device)
+    for place, part in zip(distinct_coordinates(layout, mesh), parts, strict=True):
+        assert part.shape == local_shape(shape, layout, mesh)
+        out[local_slices(shape, layout, mesh, place)] = part
+    return out

@@ -1,0 +1,258 @@
+"""The compiled program as a value: local calls, moves and loops over typed values, in order.
+
+Every value has a global shape, a layout and a number. An instruction reads earlier values and makes
+new ones (static single assignment); a loop holds a program of its own. Nothing here runs: see
+`pfx.runtime`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pfx.compiler.reshard import Move
+from pfx.mesh import Mesh
+from pfx.spec import Axes, Layout, dtype_name, local_bytes, local_shape
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """One tensor of a program: its number, global shape, dtype and layout."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+    role: str = ""
+
+    def __str__(self) -> str:
+        return f"%{self.number}"
+
+    @property
+    def type(self) -> str:
+        """The type as printed, e.g. ``f32[8/dp, 128]``."""
+        return self.layout.text(self.shape, self.dtype)
+
+    def local_bytes(self, mesh: Mesh) -> int:
+        """The bytes of one device's part."""
+        return local_bytes(self.shape, self.dtype, self.layout, mesh)
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """The shape of one device's part."""
+        return local_shape(self.shape, self.layout, mesh)
+
+
+@dataclass(frozen=True, eq=False)
+class Compute:
+    """A call of `target` on local tensors; `Value`s in args and kwargs stand for them.
+
+    `offset` lists (axes, local size) of the dims whose global position the call needs.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    ins: tuple[Value, ...]
+    outs: tuple[Value | None, ...]
+    offset: tuple[tuple[Axes, int], ...] = ()
+    source: str = ""
+    many: bool = False  # the call returns a tuple
+
+
+@dataclass(frozen=True, eq=False)
+class Reshard:
+    """One `Move` of one or more values (a bucket) at once."""
+
+    move: Move
+    ins: tuple[Value, ...]
+    outs: tuple[Value, ...]
+    source: str = ""
+    reason: str = ""
+    moves: tuple[Move, ...] = ()  # one per value; dims may differ within a bucket
+
+    @property
+    def communicates(self) -> bool:
+        """Tell a collective from a local slice."""
+        return self.move.kind not in ("slice", "own")
+
+
+@dataclass(frozen=True, eq=False)
+class LoopInstr:
+    """A scan: `body` runs `length` times; operands are carries, xs, consts; outs carries, ys."""
+
+    body: Program
+    num_carry: int
+    num_xs: int
+    length: int
+    reverse: bool
+    ins: tuple[Value, ...]
+    outs: tuple[Value, ...]
+    source: str = ""
+
+
+Instr = Compute | Reshard | LoopInstr
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One line of the communication bill.
+
+    `bytes` is the payload on one device: the part reduced, or the whole that a gather delivers;
+    `count` how often it runs in a step, loops multiplied out.
+    """
+
+    op: str
+    axes: Axes
+    dtype: str
+    bytes: int
+    count: int
+    shape: tuple[int, ...]
+    source: str
+    reason: str
+    bucket: int = 0  # collectives of one bucket travel as one message
+
+    def __str__(self) -> str:
+        times = f" x{self.count}" if self.count > 1 else ""
+        place = f"  {self.source}" if self.source else ""
+        what = f"{self.dtype}{list(self.shape)}"
+        return f"{self.op:<14} {','.join(self.axes):<8} {what:<24} {self.bytes:>12,} B{times}  {self.reason}{place}"  # fmt: skip
+
+
+@dataclass(eq=False)
+class Program:
+    """A per-device program for every device of a mesh."""
+
+    mesh: Mesh
+    inputs: list[Value]
+    outputs: list[Value]
+    instrs: list[Instr]
+    names: list[str] = field(default_factory=list)  # key paths of the inputs
+    report: list[str] = field(default_factory=list)  # what the compiler had to fall back on
+
+    def text(self) -> str:
+        """The whole program, one line per instruction."""
+        return "\n".join(_lines(self, ""))
+
+    def collectives(self) -> list[Collective]:
+        """Every collective a step runs, in order; those inside loops with their count."""
+        return list(_collectives(self, 1, _counter()))
+
+    def memory(self) -> Any:
+        """Peak bytes per device by liveness; see `pfx.compiler.memory`."""
+        from pfx.compiler.memory import memory_of
+
+        return memory_of(self)
+
+    @property
+    def graph(self) -> list[Instr]:
+        """The instructions in order."""
+        return self.instrs
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+def _counter() -> Iterator[int]:
+    number = 0
+    while True:
+        number += 1
+        yield number
+
+
+def _collectives(program: Program, times: int, buckets: Iterator[int]) -> Iterator[Collective]:
+    for instr in program.instrs:
+        if isinstance(instr, LoopInstr):
+            yield from _collectives(instr.body, times * instr.length, buckets)
+        elif isinstance(instr, Reshard) and instr.communicates:
+            bucket = next(buckets)
+            for before, after in zip(instr.ins, instr.outs, strict=True):
+                larger = after if instr.move.kind == "all_gather" else before
+                yield Collective(
+                    instr.move.kind,
+                    instr.move.axes,
+                    dtype_name(before.dtype),
+                    larger.local_bytes(program.mesh),
+                    times,
+                    larger.local_shape(program.mesh),
+                    instr.source,
+                    instr.reason,
+                    bucket,
+                )
+
+
+def target_name(target: Any) -> str:
+    """The printed name of what a call runs."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).removesuffix(".default")
+    return getattr(target, "__name__", str(target)).strip("_")
+
+
+def _lines(program: Program, indent: str) -> Iterator[str]:
+    names = program.names or [""] * len(program.inputs)
+    for value, name in zip(program.inputs, names, strict=True):
+        yield f"{indent}{value}: {value.type} = input {name}".rstrip()
+    for instr in program.instrs:
+        yield from _instr_lines(instr, indent)
+    yield f"{indent}return {', '.join(map(str, program.outputs))}"
+
+
+def _instr_lines(instr: Instr, indent: str) -> Iterator[str]:
+    note = f"  # {instr.source}" if instr.source else ""
+    if isinstance(instr, LoopInstr):
+        outs = ", ".join(f"{v}: {v.type}" for v in instr.outs)
+        way = "reversed " if instr.reverse else ""
+        ins = ", ".join(map(str, instr.ins))
+        yield f"{indent}{outs} = {way}loop {instr.length} times ({ins}):{note}"
+        yield from _lines(instr.body, indent + "    ")
+        return
+    outs = ", ".join(f"{v}: {v.type}" if v is not None else "_" for v in instr.outs)
+    if isinstance(instr, Reshard):
+        dim = f", dim {instr.move.dim}" if instr.move.dim >= 0 and len(instr.ins) == 1 else ""
+        to = f" to {instr.move.to_dim}" if instr.move.to_dim >= 0 and len(instr.ins) == 1 else ""
+        why = f"  # {instr.reason}" if instr.reason else ""
+        ins = ", ".join(map(str, instr.ins))
+        op = f"{instr.move.kind}({ins}; {','.join(instr.move.axes)}{dim}{to})"
+        yield f"{indent}{outs} = {op}{why or note}{note[3:] and ' ' + note[3:] if why else ''}"
+        return
+    args = ", ".join([_show(a) for a in instr.args] + [f"{k}={_show(v)}" for k, v in instr.kwargs.items()])  # fmt: skip
+    at = f" at {','.join('.'.join(axes) or '0' for axes, _ in instr.offset)}" if instr.offset else ""
+    yield f"{indent}{outs} = {target_name(instr.target)}({args}){at}{note}"
+
+
+def _show(arg: Any) -> str:
+    if isinstance(arg, (list, tuple)):
+        return f"[{', '.join(map(_show, arg))}]"
+    return str(arg)
+
+
+def values_in(arg: Any) -> Iterator[Value]:
+    """The values mentioned in a call's arguments, in order."""
+    if isinstance(arg, Value):
+        yield arg
+    elif isinstance(arg, (list, tuple)):
+        for item in arg:
+            yield from values_in(item)
+    elif isinstance(arg, Mapping):
+        for item in arg.values():
+            yield from values_in(item)
+
+
+def verify(program: Program) -> None:
+    """Assert that values are defined before they are read, once, and moves keep shapes."""
+    known = {value.number for value in program.inputs}
+    for instr in program.instrs:
+        assert all(v.number in known for v in instr.ins), f"undefined operand: {instr}"
+        for out in instr.outs:
+            assert out is None or out.number not in known, f"defined twice: {out}"
+            known |= {out.number} if out is not None else set()
+        if isinstance(instr, Reshard):
+            pairs: Sequence[tuple[Value, Value]] = list(zip(instr.ins, instr.outs, strict=True))
+            assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
+        if isinstance(instr, LoopInstr):
+            assert len(instr.ins) == len(instr.body.inputs)
+            assert len(instr.outs) == len(instr.body.outputs)
+            verify(instr.body)
+    assert all(v.number in known for v in program.outputs), "an output is never computed"

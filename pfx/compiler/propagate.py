@@ -1,0 +1,493 @@
+"""Give every value a layout and every node an assignment of axes to factors.
+
+Three sweeps, each linear. Forward: what do the inputs' layouts imply? Backward: where would the
+consumers of each value like it to be? Forward again, with those wishes: the decisions. A wish is what
+turns an all-reduce followed by a slice into a reduce-scatter.
+
+At a node, every operand and the wish propose axes for factors. Where they conflict, the assignment
+that leaves most of them in place wins, then the one that moves fewest bytes, then the one that splits
+the work most. A partial sum flows through a linear op when that op is its only reader and does not
+make it larger; otherwise it is reduced, once, where it was made, in the form its readers wish.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.fx
+
+from pfx.compiler.loops import outputs_of, placeholders
+from pfx.compiler.names import spec_of_names
+from pfx.compiler.reshard import reshard_bytes
+from pfx.compiler.rule import Assignment, Dims, Rule, operand_nodes, result_values
+from pfx.compiler.rules import find_rule
+from pfx.lax.constrain import Constraint
+from pfx.lax.scan import Loop
+from pfx.mesh import Mesh
+from pfx.spec import Axes, Layout, P, layout_of, replicated
+
+Node = torch.fx.Node
+Wish = Layout | None
+
+
+@dataclass
+class Context:
+    """What a compilation knows besides the graph: the mesh, logical names, users' rules, reports."""
+
+    mesh: Mesh
+    names: Mapping[str, Any] | None = None
+    rules: Mapping[Any, str] = field(default_factory=dict)
+    report: dict[str, None] = field(default_factory=dict)
+    solved: dict[Any, Solution] = field(default_factory=dict)
+    found: dict[Node, tuple[Rule, bool]] = field(default_factory=dict)
+
+    def note(self, line: str) -> None:
+        """Add a line to the report, once."""
+        self.report.setdefault(line)
+
+    def rule(self, node: Node) -> Rule:
+        """The rule of a node; the safe default is reported."""
+        if node not in self.found:
+            self.found[node] = find_rule(node, dict(self.rules))
+            if not self.found[node][1]:
+                self.note(f"{node.target}: no sharding rule, computed whole on every device")
+        return self.found[node][0]
+
+
+@dataclass
+class Decision:
+    """How one node runs: axes of its factors, the layouts it needs, the layouts it makes."""
+
+    assignment: Assignment
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    body: Solution | None = None
+
+
+@dataclass
+class Solution:
+    """The decisions for a graph, the layout of every value, and the wishes for its inputs."""
+
+    graph: torch.fx.Graph
+    layouts: dict[Node, Layout]
+    decisions: dict[Node, Decision]
+    outputs: tuple[Layout, ...]
+    input_wishes: tuple[Wish, ...]
+
+
+def propagate(
+    graph: torch.fx.Graph,
+    inputs: Sequence[Layout],
+    wishes: Sequence[Wish],
+    context: Context,
+    fixed: Sequence[bool] | None = None,
+) -> Solution:
+    """Decide a graph's layouts from those of its inputs.
+
+    `wishes` are the layouts its readers would like for the outputs; where `fixed` is true the output
+    must end up exactly so.
+    """
+    fixed = tuple(fixed or [False] * len(wishes))
+    key = (id(graph), tuple(inputs), tuple(wishes), fixed)
+    if key not in context.solved:
+        context.solved[key] = _Sweeps(graph, inputs, wishes, fixed, context).run()
+    return context.solved[key]
+
+
+class _Sweeps:
+    """The state of one propagation over one graph."""
+
+    def __init__(
+        self,
+        graph: torch.fx.Graph,
+        inputs: Sequence[Layout],
+        wishes: Sequence[Wish],
+        fixed: Sequence[bool],
+        context: Context,
+    ) -> None:
+        self.graph, self.context, self.mesh = graph, context, context.mesh
+        self.inputs = dict(zip(placeholders(graph), inputs, strict=True))
+        self.outs = outputs_of(graph)
+        self.out_wishes, self.fixed = list(wishes), fixed
+        self.readers = _count_readers(graph, self.outs)
+        self.wishes: dict[Node, Wish] = {}
+        self.layouts: dict[Node, Layout] = {}
+        self.decisions: dict[Node, Decision] = {}
+
+    def run(self) -> Solution:
+        for _ in range(2):
+            self.forward()
+            self.backward()
+        self.forward()
+        outputs = tuple(
+            wish if wish is not None and fixed else self.layouts[node]
+            for node, wish, fixed in zip(self.outs, self.out_wishes, self.fixed, strict=True)
+        )
+        wishes = tuple(self.wishes.get(node) for node in self.inputs)
+        return Solution(self.graph, self.layouts, self.decisions, outputs, wishes)
+
+    # Forward ------------------------------------------------------------------------------------
+
+    def forward(self) -> None:
+        """One sweep in order, deciding every node from its operands and its wish."""
+        self.decisions = {}
+        self.layouts = dict(self.inputs)
+        for node in self.graph.nodes:
+            if node.op == "get_attr":
+                self.layouts[node] = replicated(node.meta["val"].ndim)
+            elif node.op == "call_function":
+                self.visit(node)
+
+    def visit(self, node: Node) -> None:
+        if node.target is operator.getitem:
+            decision = self.decisions[node.args[0]]  # type: ignore[index]
+            self.layouts[node] = self.made(node, decision.results[node.args[1]])  # type: ignore[index]
+            return
+        if isinstance(node.target, Constraint):
+            target = self.exact(node)
+            self.decisions[node] = Decision({}, (target,), (target,))
+            self.layouts[node] = target
+            return
+        if isinstance(node.target, Loop):
+            self.decisions[node] = self.decide_loop(node)
+            return
+        self.decisions[node] = self.decide(node)
+        if isinstance(node.meta["val"], torch.Tensor):
+            self.layouts[node] = self.made(node, self.decisions[node].results[0])
+
+    def made(self, node: Node, natural: Layout) -> Layout:
+        """The layout in which a value is kept: a partial sum with several readers is reduced."""
+        if not natural.partial or (self.readers[node] <= 1 and natural.reduce == "sum"):
+            return natural
+        return _reduced(natural, self.wishes.get(node))
+
+    def exact(self, node: Node) -> Layout:
+        """The layout a constraint asks for."""
+        spec = node.target.spec  # type: ignore[union-attr]
+        shape = node.meta["val"].shape
+        where = f"constrain at {node.meta.get('source') or 'an unknown line'}: the value"
+        if isinstance(spec, str):
+            if self.context.names is None:
+                return self.layouts[node.args[0]].whole()  # type: ignore[index]
+            spec = self.named(spec, shape)
+        return layout_of(spec, shape, self.mesh, where)
+
+    def named(self, text: str, shape: Sequence[int]) -> P:
+        """Translate logical names to a spec; what does not divide or is taken stays whole."""
+        return spec_of_names(text, shape, self.context.names or {}, self.mesh, self.context.note)
+
+    def decide(self, node: Node) -> Decision:
+        rule = self.context.rule(node)
+        have = [self.layouts[n] for n in operand_nodes(node)]
+        wishes = self.result_wishes(node)
+        if rule.free:
+            free = tuple(Layout(((),) * len(d), free=True, zero=rule.zero) for d in rule.results)
+            return Decision({}, (), free)
+        flow = self.flowing(node, rule, have)
+        proposals = [p for p in self.proposals(rule, have, wishes) if p]
+        candidates = self.candidates(rule, proposals, flow)
+        sizes = [(n.meta["val"].numel(), n.meta["val"].dtype.itemsize) for n in operand_nodes(node)]
+        outs = [v for v in result_values(node) if isinstance(v, torch.Tensor)]
+        best, best_score = None, None
+        for assignment in candidates:
+            decision = self.decision(rule, assignment, have, flow)
+            score = (
+                -_votes(assignment, proposals),
+                self.cost(decision, have, wishes, sizes, outs),
+                -self.mesh.count([a for axes in assignment.values() for a in axes]),
+            )
+            if best_score is None or score < best_score:
+                best, best_score = decision, score
+        assert best is not None
+        return best
+
+    def result_wishes(self, node: Node) -> list[Wish]:
+        """The wishes for each result of a node."""
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor):
+            return [self.wishes.get(node)]
+        found: list[Wish] = [None] * len(value)
+        for item in node.users:
+            found[item.args[1]] = self.wishes.get(item)  # type: ignore[index]
+        return found
+
+    def flowing(self, node: Node, rule: Rule, have: Sequence[Layout]) -> tuple[Axes, tuple[int, ...]]:
+        """The axes whose partial sums flow through a node, and the operands that carry them."""
+        partial = [i for i, layout in enumerate(have) if layout.partial]
+        if not partial:
+            return (), ()
+        axes = have[partial[0]].partial
+        nodes = operand_nodes(node)
+        for group in rule.linear:
+            fits = set(partial) <= set(group) and all(
+                have[i].zero or set(have[i].partial) == set(axes) for i in group
+            )
+            if fits and node.meta["val"].numel() <= nodes[partial[0]].meta["val"].numel():
+                return axes, group
+        return (), ()
+
+    def proposals(
+        self, rule: Rule, have: Sequence[Layout], wishes: Sequence[Wish]
+    ) -> list[Assignment]:
+        """The axes each operand, and each wish for a result, would like on the factors."""
+        found = [
+            self.proposal(rule, dims, layout)
+            for dims, layout in zip(rule.operands, have, strict=True)
+            if not layout.free
+        ]
+        for dims, wish in zip(rule.results, wishes, strict=True):
+            if wish is not None and dims:
+                found.append(self.proposal(rule, dims, wish))
+        return found
+
+    def proposal(self, rule: Rule, dims: Dims, layout: Layout) -> Assignment:
+        """Read the axes of a layout as axes of factors, major factors first, while they divide."""
+        found: Assignment = {}
+        for dim, axes in zip(dims, layout.dims, strict=True):
+            rest = list(axes)
+            for factor in dim:
+                taken: list[str] = []
+                size = rule.sizes[factor]
+                while rest and size % self.mesh.shape[rest[0]] == 0:
+                    size //= self.mesh.shape[rest[0]]
+                    taken.append(rest.pop(0))
+                if factor in rule.whole:
+                    break
+                if taken:
+                    found[factor] = tuple(taken)
+                if size > 1:
+                    break
+        return found
+
+    def candidates(
+        self, rule: Rule, proposals: Sequence[Assignment], flow: tuple[Axes, tuple[int, ...]]
+    ) -> list[Assignment]:
+        """Merge the proposals, starting from each in turn."""
+        found: list[Assignment] = []
+        for first in range(max(len(proposals), 1)):
+            order = [*proposals[first : first + 1], *proposals[:first], *proposals[first + 1 :]]
+            merged: Assignment = {}
+            for proposal in order:
+                self.merge(rule, merged, proposal, flow[0])
+            if merged not in found:
+                found.append(merged)
+        return found
+
+    def merge(self, rule: Rule, into: Assignment, other: Assignment, busy: Axes) -> None:
+        """Add to an assignment what fits: each axis once, parts contiguous."""
+        for factor, axes in other.items():
+            have = into.get(factor, ())
+            if have and axes[: len(have)] != have:
+                continue
+            used = {a for f, named in into.items() if f != factor for a in named} | set(busy)
+            if used & set(axes):
+                continue
+            into[factor] = axes
+            if not all(
+                rule.representable(dims, into, self.mesh) for dims in (*rule.operands, *rule.results)
+            ):
+                into[factor] = have
+                if not have:
+                    del into[factor]
+
+    def decision(
+        self,
+        rule: Rule,
+        assignment: Assignment,
+        have: Sequence[Layout],
+        flow: tuple[Axes, tuple[int, ...]],
+    ) -> Decision:
+        """The layouts that follow from an assignment."""
+        operands = []
+        for i, dims in enumerate(rule.operands):
+            layout = rule.layout(dims, assignment, flow[0] if i in flow[1] else ())
+            operands.append(layout)
+        results = []
+        for dims in rule.results:
+            kept = {f for dim in dims for f in dim}
+            gone = {f: axes for f, axes in assignment.items() if f not in kept}
+            owed = tuple(a for axes in gone.values() for a in axes)
+            kinds = {rule.reduce.get(f, "sum") for f in gone}
+            assert len(kinds) <= 1
+            layout = rule.layout(dims, assignment, self.mesh.ordered((*flow[0], *owed)))
+            results.append(replace(layout, reduce=kinds.pop() if kinds else "sum"))
+        return Decision(assignment, tuple(operands), tuple(results))
+
+    def cost(
+        self,
+        decision: Decision,
+        have: Sequence[Layout],
+        wishes: Sequence[Wish],
+        sizes: Sequence[tuple[int, int]],
+        outs: Sequence[torch.Tensor],
+    ) -> float:
+        """Bytes sent to bring the operands, and the results to their wishes."""
+        total = 0.0
+        for source, target, (numel, item) in zip(have, decision.operands, sizes, strict=True):
+            total += reshard_bytes(source, target, numel, item, self.mesh)
+        for natural, wish, out in zip(decision.results, wishes, outs, strict=False):
+            target = wish if wish is not None and not wish.partial else natural.whole()
+            total += reshard_bytes(natural, target, out.numel(), out.dtype.itemsize, self.mesh)
+        return total
+
+    # Loops --------------------------------------------------------------------------------------
+
+    def decide_loop(self, node: Node) -> Decision:
+        """Find carries whose layouts the body keeps, then decide the body with them."""
+        loop: Loop = node.target  # type: ignore[assignment]
+        graph = loop.body.module.graph
+        have = [self.layouts[n] for n in node.args]  # type: ignore[index]
+        c, x = loop.num_carry, loop.num_xs
+        wishes = self.result_wishes(node)
+        y_wishes = [_unstacked(w) for w in wishes[c:]]
+        xs = [Layout(h.dims[1:], h.partial, h.reduce, h.free, h.zero) for h in have[c : c + x]]
+        consts = have[c + x :]
+        carries = list(have[:c])
+        for attempt in range(5):
+            carry_wishes = [None if k.free else k for k in carries]
+            body = propagate(graph, [*carries, *xs, *consts], [*carry_wishes, *y_wishes], self.context)
+            new = [
+                _next_carry(old, out, attempt) for old, out in zip(carries, body.outputs[:c], strict=True)
+            ]
+            if new == carries:
+                break
+            carries = new
+        carries = [replicated(len(k.dims)) if k.free else k.whole() if attempt == 4 else k
+                   for k in carries]  # fmt: skip
+        fixed = [True] * c + [False] * len(y_wishes)
+        body = propagate(graph, [*carries, *xs, *consts], [*carries, *y_wishes], self.context, fixed)
+        ys = [_stacked(_kept(out)) for out in body.outputs[c:]]
+        operands = (*carries, *(_stacked(k) for k in xs), *consts)
+        return Decision({}, operands, (*carries, *ys), body)
+
+    # Backward -----------------------------------------------------------------------------------
+
+    def backward(self) -> None:
+        """One sweep in reverse: the wish for a value is what all its readers agree on."""
+        asked: dict[Node, list[Layout]] = {}
+        self.wishes = {}
+        for node, wish in zip(self.outs, self.out_wishes, strict=True):
+            if wish is not None:
+                asked.setdefault(node, []).append(wish)
+            else:
+                asked.setdefault(node, []).append(self.layouts[node].whole())
+        for node in reversed(list(self.graph.nodes)):
+            if node.op == "output":
+                continue
+            if node in asked:
+                self.wishes[node] = _agreed(asked[node])
+            if node.op != "call_function" or node.target is operator.getitem:
+                continue
+            for operand, layout in self.wanted(node):
+                asked.setdefault(operand, []).append(layout)
+
+    def wanted(self, node: Node) -> list[tuple[Node, Layout]]:
+        """Where a node would like its operands, given its own wish."""
+        decision = self.decisions[node]
+        if isinstance(node.target, Constraint):
+            return [(node.args[0], decision.operands[0])]  # type: ignore[list-item]
+        if isinstance(node.target, Loop):
+            assert decision.body is not None
+            found = []
+            c, x = node.target.num_carry, node.target.num_xs
+            for i, operand in enumerate(node.args):
+                if i < c:
+                    found.append((operand, decision.operands[i]))
+                elif decision.body.input_wishes[i] is not None:
+                    wish = decision.body.input_wishes[i]
+                    found.append((operand, _stacked(wish) if i < c + x else wish))
+            return found  # type: ignore[return-value]
+        rule = self.context.rule(node)
+        if rule.free:
+            return []
+        assignment = dict(decision.assignment)
+        for dims, wish in zip(rule.results, self.result_wishes(node), strict=True):
+            if wish is not None and dims:
+                busy = tuple(a for layout in decision.operands for a in layout.partial)
+                self.merge(rule, assignment, self.proposal(rule, dims, wish), busy)
+        nodes = operand_nodes(node)
+        return [
+            (n, rule.layout(dims, assignment)) for n, dims in zip(nodes, rule.operands, strict=True)
+        ]
+
+
+def _count_readers(graph: torch.fx.Graph, outs: Sequence[Node]) -> dict[Node, int]:
+    counts = dict.fromkeys(graph.nodes, 0)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            for operand in operand_nodes(node):
+                counts[operand] += 1
+    for node in outs:
+        counts[node] += 1
+    return counts
+
+
+def _reduced(natural: Layout, wish: Wish) -> Layout:
+    """What becomes of a partial sum when it must be reduced: scattered where the wish is split."""
+    if wish is None or natural.reduce != "sum":
+        return natural.whole()
+    dims = tuple(
+        want
+        if want[: len(have)] == have and set(want[len(have) :]) <= set(natural.partial)
+        else have
+        for have, want in zip(natural.dims, wish.dims, strict=True)
+    )
+    return Layout(dims)
+
+
+def _votes(assignment: Assignment, proposals: Sequence[Assignment]) -> int:
+    """How many proposed placements an assignment leaves where they are."""
+    return sum(
+        len(axes)
+        for proposal in proposals
+        for factor, axes in proposal.items()
+        if assignment.get(factor, ())[: len(axes)] == axes
+    )
+
+
+def _agreed(asked: Sequence[Layout]) -> Layout:
+    """The common part of several wishes, dim by dim."""
+    dims = []
+    for entries in zip(*(layout.dims for layout in asked), strict=True):
+        common = entries[0]
+        for axes in entries[1:]:
+            keep = 0
+            while keep < min(len(common), len(axes)) and common[keep] == axes[keep]:
+                keep += 1
+            common = common[:keep]
+        dims.append(common)
+    return Layout(tuple(dims))
+
+
+def _stacked(layout: Layout) -> Layout:
+    return replace(layout, dims=((), *layout.dims))
+
+
+def _unstacked(layout: Wish) -> Wish:
+    return None if layout is None else Layout(layout.dims[1:])
+
+
+def _kept(layout: Layout) -> Layout:
+    """A value that leaves a body is materialized, so it is no longer free."""
+    return replicated(len(layout.dims)) if layout.free else layout
+
+
+def _next_carry(old: Layout, out: Layout, attempt: int) -> Layout:
+    """The next guess for a carry: zeros take what the body makes, others follow it once."""
+    if out.free:
+        return old
+    if old.free:
+        return out if old.zero else out.whole()
+    if old == out:
+        return old
+    if old.partial and set(old.partial) == set(out.partial) and attempt < 2:
+        return out
+    if attempt < 2:
+        return out.whole()
+    return _agreed([old.whole(), out.whole()])
+
+

@@ -1,0 +1,114 @@
+"""From one layout to another: the shortest list of moves, each a slice or one collective.
+
+Axes that a dim gains are sliced (free). A partial sum becomes a reduce-scatter where the target is
+split over its axes and one all-reduce over the flattened rest elsewhere. An axis that changes dims is
+an all-to-all; an axis that a dim loses is gathered, last.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from pfx.mesh import Mesh
+from pfx.spec import Axes, Layout
+
+
+@dataclass(frozen=True)
+class Move:
+    """One step: `kind` is slice, own, all_reduce, reduce_scatter, all_gather or all_to_all.
+
+    `dim` is the dim that gains (slice, reduce_scatter) or loses (all_gather, all_to_all) the axes;
+    `to_dim` the one that gains them in an all_to_all. "own" turns a whole value into a partial sum
+    that only the first device of each group contributes to.
+    """
+
+    kind: str
+    axes: Axes
+    dim: int
+    to_dim: int
+    layout: Layout  # after the move
+    reduce: str = "sum"
+
+
+def _set(layout: Layout, dim: int, axes: Axes) -> Layout:
+    dims = (*layout.dims[:dim], axes, *layout.dims[dim + 1 :])
+    return replace(layout, dims=dims)
+
+
+def _without(layout: Layout, axes: Axes) -> Layout:
+    return replace(layout, partial=tuple(a for a in layout.partial if a not in axes))
+
+
+@functools.lru_cache(maxsize=65536)
+def plan_moves(source: Layout, target: Layout) -> tuple[Move, ...]:
+    """The moves that turn `source` into `target` (same rank)."""
+    assert len(source.dims) == len(target.dims), (source, target)
+    moves: list[Move] = []
+    now = source
+
+    def step(kind: str, axes: Axes, after: Layout, dim: int = -1, to_dim: int = -1) -> None:
+        nonlocal now
+        now = after
+        moves.append(Move(kind, axes, dim, to_dim, after, source.reduce))
+
+    def slices() -> None:
+        for dim, (have, want) in enumerate(zip(now.dims, target.dims, strict=True)):
+            gain = want[len(have) :]
+            if gain and want[: len(have)] == have and not set(gain) & set(now.axes):
+                step("slice", gain, _set(now, dim, want), dim)
+
+    slices()
+    for dim, want in enumerate(target.dims):
+        have = now.dims[dim]
+        gain = want[len(have) :]
+        owed = set(now.partial) - set(target.partial)
+        if now.reduce == "sum" and gain and want[: len(have)] == have and set(gain) <= owed:
+            step("reduce_scatter", gain, _without(_set(now, dim, want), gain), dim)
+    owed_axes = tuple(a for a in now.partial if a not in target.partial)
+    if owed_axes:
+        step("all_reduce", owed_axes, _without(now, owed_axes))
+    slices()
+    for dim, to_dim in ((i, j) for i in range(len(now.dims)) for j in range(len(now.dims))):
+        have, gains, want = now.dims[dim], now.dims[to_dim], target.dims[to_dim]
+        moves_axis = bool(have) and want[: len(gains) + 1] == gains + have[-1:]
+        if dim != to_dim and have != target.dims[dim] and moves_axis:
+            after = _set(_set(now, dim, have[:-1]), to_dim, gains + have[-1:])
+            step("all_to_all", have[-1:], after, dim, to_dim)
+    for dim, want in enumerate(target.dims):
+        have = now.dims[dim]
+        kept = 0
+        while kept < min(len(have), len(want)) and have[kept] == want[kept]:
+            kept += 1
+        if have[kept:]:
+            step("all_gather", have[kept:], _set(now, dim, have[:kept]), dim)
+    slices()
+    lent = tuple(a for a in target.partial if a not in now.partial)
+    if lent:
+        step("own", lent, replace(now, partial=target.partial, reduce=target.reduce))
+    assert now.dims == target.dims and set(now.partial) == set(target.partial), (source, target)
+    return tuple(moves)
+
+
+def move_bytes(move: Move, before: Layout, numel: int, itemsize: int, mesh: Mesh) -> float:
+    """Bytes one device sends in a move, by the ring algorithms' counts."""
+    n = mesh.count(move.axes)
+    local = numel / mesh.count([a for dim in before.dims for a in dim]) * itemsize
+    if move.kind in ("slice", "own") or n == 1:
+        return 0.0
+    if move.kind == "all_reduce":
+        return 2 * local * (n - 1) / n
+    if move.kind == "all_gather":
+        return local * (n - 1)
+    return local * (n - 1) / n
+
+
+def reshard_bytes(source: Layout, target: Layout, numel: int, itemsize: int, mesh: Mesh) -> float:
+    """Bytes one device sends to reshard a value; a free value costs nothing."""
+    if source.free:
+        return 0.0
+    total, now = 0.0, source
+    for move in plan_moves(source, target):
+        total += move_bytes(move, now, numel, itemsize, mesh)
+        now = move.layout
+    return total

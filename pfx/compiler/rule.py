@@ -1,0 +1,209 @@
+"""A sharding rule: which factors an op's dims are made of, in einops notation.
+
+``"b m k, b k n -> b m n"`` names the factors of a batched product. A factor in operands and result
+passes through; one only in operands is contracted and leaves a partial sum; one marked `whole` must
+not be split. A dim may be composed of several factors, ``"(h d)"``, major first, as in a reshape.
+Everything else in the compiler (propagation, partial sums, resharding, cost) is generic over factors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+
+from pfx.mesh import Mesh
+from pfx.spec import Axes, Layout
+
+Dim = tuple[str, ...]
+Dims = tuple[Dim, ...]
+Assignment = dict[str, Axes]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a device runs: an op on local tensors; fx nodes stand for the operands' local values.
+
+    `offset` names the axes and the local size of a split dim whose global position the op needs; the
+    runtime passes ``offset=index * size`` as a keyword.
+    """
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    offset: tuple[tuple[Axes, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The factors of one node's operands and results, and what may flow through it.
+
+    Attributes:
+        operands, results: for each tensor, the factors of each dim.
+        sizes: the size of each factor.
+        whole: factors that must not be split.
+        reduce: how a contracted factor leaves its partial result; "sum" if not named.
+        linear: groups of operands; a partial sum flows through when exactly one group is partial.
+        localize: how the local call differs from the global one, if it does.
+        free: any device can compute any part without operands; `zero`: and all of it is zeros.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    whole: frozenset[str] = frozenset()
+    reduce: Mapping[str, str] = field(default_factory=dict)
+    linear: tuple[tuple[int, ...], ...] = ()
+    localize: Callable[[Local], Call] | None = None
+    free: bool = False
+    zero: bool = False
+
+    def local_size(self, factor: str, assignment: Assignment, mesh: Mesh) -> int:
+        """The size of a factor on one device."""
+        return self.sizes[factor] // mesh.count(assignment.get(factor, ()))
+
+    def layout(self, dims: Dims, assignment: Assignment, partial: Axes = ()) -> Layout:
+        """The layout of a tensor with these dims under an assignment of axes to factors."""
+        axes = tuple(tuple(a for f in dim for a in assignment.get(f, ())) for dim in dims)
+        return Layout(axes, partial)
+
+    def representable(self, dims: Dims, assignment: Assignment, mesh: Mesh) -> bool:
+        """Tell whether the parts are contiguous blocks: a minor factor splits only after the majors."""
+        for dim in dims:
+            open_major = False
+            for f in dim:
+                if assignment.get(f) and open_major:
+                    return False
+                open_major |= self.local_size(f, assignment, mesh) > 1
+        return True
+
+
+@dataclass(frozen=True)
+class Local:
+    """What `Rule.localize` sees: the node, its rule, and the axes given to each factor."""
+
+    node: torch.fx.Node
+    rule: Rule
+    assignment: Assignment
+    mesh: Mesh
+
+    def result_shape(self, index: int = 0) -> list[int]:
+        """The local shape of a result."""
+        return self.shape(self.rule.results[index])
+
+    def shape(self, dims: Dims) -> list[int]:
+        """The local shape of a tensor with these factors."""
+        size = self.rule.local_size
+        return [math.prod(size(f, self.assignment, self.mesh) for f in dim) for dim in dims]
+
+    def place(self, factor: str) -> tuple[Axes, int]:
+        """The axes and local size of a factor, for `Call.offset`."""
+        axes = self.assignment.get(factor, ())
+        return axes, self.rule.local_size(factor, self.assignment, self.mesh)
+
+    def split(self, factor: str) -> bool:
+        """Tell whether a factor is split over any axis."""
+        return bool(self.assignment.get(factor))
+
+
+def operand_nodes(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The tensor operands of a node in order of appearance, repeats included."""
+    found: list[torch.fx.Node] = []
+
+    def walk(arg: Any) -> None:
+        if isinstance(arg, torch.fx.Node):
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            for item in arg:
+                walk(item)
+        elif isinstance(arg, dict):
+            for item in arg.values():
+                walk(item)
+
+    walk(node.args)
+    walk(node.kwargs)
+    return found
+
+
+def result_values(node: torch.fx.Node) -> list[Any]:
+    """The fake results of a node as a list; None where an op returns no tensor there."""
+    value = node.meta.get("val")
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    return [value]
+
+
+def shape_of(node: torch.fx.Node) -> tuple[int, ...]:
+    """The global shape of a node's (single) value."""
+    return tuple(node.meta["val"].shape)
+
+
+def named(prefix: str, n: int) -> Dims:
+    """`n` dims of one factor each: ``a0 a1 a2``."""
+    return tuple((f"{prefix}{i}",) for i in range(n))
+
+
+def bind_sizes(dims: Sequence[Dims], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    """Read the sizes of single-factor dims off the shapes."""
+    sizes: dict[str, int] = {}
+    for tensor_dims, shape in zip(dims, shapes, strict=True):
+        for dim, size in zip(tensor_dims, shape, strict=True):
+            if len(dim) == 1:
+                assert sizes.setdefault(dim[0], size) == size, (dims, shapes)
+    return sizes
+
+
+def parse(text: str) -> Dims:
+    """Read the dims of one tensor: ``"b (h d) 1"``.
+
+    >>> parse("b (h d) 1")
+    (('b',), ('h', 'd'), ())
+    """
+    return tuple(_groups(text.replace("(", " ( ").replace(")", " ) ").split()))
+
+
+def _groups(tokens: Sequence[str]) -> Iterator[Dim]:
+    group: list[str] | None = None
+    for token in tokens:
+        if token == "(":
+            group = []
+        elif token == ")":
+            assert group is not None
+            yield tuple(group)
+            group = None
+        elif group is not None:
+            group.append(token)
+        else:
+            yield () if token == "1" else (token,)
+
+
+def pattern_rule(node: torch.fx.Node, pattern: str, whole: str = "", **more: Any) -> Rule:
+    """Make the rule of a node from an einops-like pattern whose sizes are read off its shapes.
+
+    Composite dims in the pattern need each of their factors alone in another dim.
+    """
+    left, right = pattern.split("->")
+    operands = tuple(parse(part) for part in left.split(",")) if left.strip() else ()
+    results = tuple(parse(part) for part in right.split(","))
+    shapes = [shape_of(n) for n in operand_nodes(node)]
+    out_shapes = [tuple(v.shape) for v in result_values(node)[: len(results)]]
+    sizes = bind_sizes([*operands, *results], [*shapes, *out_shapes])
+    return Rule(operands, results, sizes, frozenset(whole.split()), **more)
+
+
+def replicated_rule(node: torch.fx.Node) -> Rule:
+    """The safe default: every operand whole, computed the same on every device."""
+    operands = tuple(named(f"i{k}_", len(shape_of(n))) for k, n in enumerate(operand_nodes(node)))
+    shapes = [shape_of(n) for n in operand_nodes(node)]
+    values = result_values(node)
+    results = tuple(
+        named(f"o{k}_", v.ndim) if isinstance(v, torch.Tensor) else ()
+        for k, v in enumerate(values)
+    )
+    out_shapes = [tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in values]
+    sizes = bind_sizes([*operands, *results], [*shapes, *out_shapes])
+    return Rule(operands, results, sizes, frozenset(sizes))

@@ -1,0 +1,219 @@
+"""A traced function as a value: its graph, its vjp cut into a forward and a backward part.
+
+`scan` and `remat` differentiate a body by tracing its vjp once. The joint graph is then cut: what
+does not depend on a cotangent is the forward part, the rest is the backward part, and the values
+that cross the cut are the residuals. A view, a constant or a constraint is recomputed rather than
+saved: saving the view of a weight would copy the weight once per iteration, and saving a gathered
+weight would undo ZeRO-3.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.fx
+
+from pfx import _torch
+from pfx._torch import TensorMeta
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A pure function of tensors as a graph; `captured` are its trailing inputs."""
+
+    module: torch.fx.GraphModule
+    in_metas: tuple[TensorMeta, ...]
+    out_metas: tuple[TensorMeta, ...]
+
+    def __call__(self, *args: torch.Tensor) -> list[torch.Tensor]:
+        if _torch.is_tracing():
+            return _replay(self.module, args)  # keeps the source line of every node
+        return self.module(*args)
+
+    @cached_property
+    def split(self) -> Split:
+        """The vjp of this body cut in two, with every needed value saved."""
+        return _split(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Forward: inputs -> outputs + residuals. Backward: inputs + residuals + cotangents -> inputs'."""
+
+    forward: Body
+    backward: Body
+    num_residuals: int
+
+
+def is_differentiable(meta: Any) -> bool:
+    """Tell whether a tensor of this dtype can carry a gradient."""
+    return meta.dtype.is_floating_point or meta.dtype.is_complex
+
+
+def trace_body(
+    fn: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[Any]
+) -> tuple[Body, list[torch.Tensor]]:
+    """Trace `fn`; returns its body and the closed-over tensors that became trailing inputs."""
+    traced = _torch.trace(fn, inputs)
+    return _body(traced.module), traced.captured
+
+
+def _body(module: torch.fx.GraphModule) -> Body:
+    ins = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    outs = [n.meta["val"] for n in _outputs(module.graph)]
+    return Body(module, _metas(ins), _metas(outs))
+
+
+def _metas(values: Sequence[Any]) -> tuple[TensorMeta, ...]:
+    return tuple(TensorMeta.of(value) for value in values)
+
+
+def _outputs(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    return list(next(n for n in reversed(graph.nodes) if n.op == "output").args[0])
+
+
+def vjp_of(body: Body) -> Callable[..., list[torch.Tensor]]:
+    """Return ``(inputs, cotangents of float outputs) -> outputs + cotangents of float inputs``."""
+    num = len(body.in_metas)
+    wanted = [i for i, meta in enumerate(body.in_metas) if is_differentiable(meta)]
+    given = [i for i, meta in enumerate(body.out_metas) if is_differentiable(meta)]
+
+    def run(*args: torch.Tensor) -> list[torch.Tensor]:
+        inputs, cotangents = args[:num], args[num:]
+
+        def of_wanted(*values: torch.Tensor) -> Any:
+            full = list(inputs)
+            for i, value in zip(wanted, values, strict=True):
+                full[i] = value
+            outs = _replay(body.module, full)
+            return tuple(outs[i] for i in given), tuple(outs)
+
+        _, pull, outs = torch.func.vjp(of_wanted, *[inputs[i] for i in wanted], has_aux=True)
+        return [*outs, *pull(tuple(cotangents))]
+
+    return run
+
+
+def _replay(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Run a graph node by node, keeping the source line of each node in the enclosing trace."""
+    env: dict[torch.fx.Node, Any] = {}
+    feed = iter(inputs)
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(feed)
+        elif node.op == "get_attr":
+            env[node] = getattr(module, node.target)
+        elif node.op == "output":
+            return list(torch.fx.map_arg(node.args[0], lambda n: env[n]))
+        else:
+            args = torch.fx.map_arg(node.args, lambda n: env[n])
+            kwargs = torch.fx.map_arg(node.kwargs, lambda n: env[n])
+            with _torch.source_line(node.meta.get("source", "")):
+                env[node] = node.target(*args, **kwargs)
+    raise AssertionError("a graph without an output")
+
+
+def joint(body: Body) -> Body:
+    """Trace the vjp of a body: inputs + cotangents -> outputs + input cotangents."""
+    cotangents = [meta for meta in body.out_metas if is_differentiable(meta)]
+    traced = _torch.trace(vjp_of(body), [*body.in_metas, *cotangents])
+    assert not traced.captured
+    return _body(traced.module)
+
+
+def _split(body: Body) -> Split:
+    whole = joint(body)
+    graph = whole.module.graph
+    num_in, num_out = len(body.in_metas), len(body.out_metas)
+    places = [node for node in graph.nodes if node.op == "placeholder"]
+    outs = _outputs(graph)
+    late = _depends_on(graph, places[num_in:])
+    residuals: list[torch.fx.Node] = []
+    seen: set[torch.fx.Node] = set(places[:num_in])
+
+    def need(node: torch.fx.Node) -> None:
+        if node in seen or node in late:
+            return
+        seen.add(node)
+        if _cheap(node):
+            for arg in node.all_input_nodes:
+                need(arg)
+        else:
+            residuals.append(node)
+
+    for node in graph.nodes:
+        if node in late:
+            for arg in node.all_input_nodes:
+                need(arg)
+    for node in outs[num_out:]:
+        need(node)
+    forward = _extract(whole.module, places[:num_in], [*outs[:num_out], *residuals])
+    backward = _extract(
+        whole.module, [*places[:num_in], *residuals, *places[num_in:]], outs[num_out:]
+    )
+    return Split(forward, backward, len(residuals))
+
+
+def _depends_on(graph: torch.fx.Graph, roots: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:
+    marked = set(roots)
+    for node in graph.nodes:
+        if node.op == "call_function" and (
+            node.meta.get("late") or any(arg in marked for arg in node.all_input_nodes)
+        ):
+            marked.add(node)
+    return marked
+
+
+def _cheap(node: torch.fx.Node) -> bool:
+    """Tell whether recomputing a value in the backward part costs nothing worth saving it for."""
+    if node.op == "get_attr" or node.target is operator.getitem:
+        return node.op == "get_attr" or _cheap(node.args[0])  # type: ignore[arg-type]
+    if getattr(node.target, "recompute", False):
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    is_view = bool(returns) and all(r.alias_info is not None for r in returns)
+    return is_view or not node.all_input_nodes or node.target.overloadpacket in _REDOABLE
+
+
+_REDOABLE = frozenset(
+    {torch.ops.aten._unsafe_view, torch.ops.aten.scalar_tensor, torch.ops.aten.full_like}
+)
+
+
+def _extract(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[torch.fx.Node],
+    outputs: Sequence[torch.fx.Node],
+) -> Body:
+    """Cut the part of a graph that computes `outputs` from `inputs` into a body of its own."""
+    graph = torch.fx.Graph()
+    env: dict[torch.fx.Node, torch.fx.Node] = {}
+    for i, node in enumerate(inputs):
+        env[node] = graph.placeholder(f"in_{i}")
+        env[node].meta = dict(node.meta)
+    needed = _ancestors(outputs, set(inputs))
+    for node in module.graph.nodes:
+        if node in needed and node not in env:
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.output([env[node] for node in outputs])
+    return _body(torch.fx.GraphModule(module, graph))
+
+
+def _ancestors(
+    outputs: Sequence[torch.fx.Node], stop: set[torch.fx.Node]
+) -> set[torch.fx.Node]:
+    found: set[torch.fx.Node] = set()
+    stack = [node for node in outputs if node not in stop]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(arg for arg in node.all_input_nodes if arg not in stop)
+    return found

@@ -1,0 +1,124 @@
+"""`constrain`: say where a value lives; its cotangent lives there too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pfx import _torch, tree
+from pfx._torch import TensorMeta
+from pfx.errors import ShardingError, message
+from pfx.spec import P
+
+Spec = P | str
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """The identity, as a node that carries a spec: a `P`, or logical dim names in one string."""
+
+    spec: Spec
+    grad_spec: Spec
+    role: str = ""
+
+    __name__ = "constrain"
+    recompute = True  # never saved for the backward part: a gathered weight is gathered again
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x.view_as(x),)
+
+    def transposed(self) -> Constraint:
+        """The constraint of the cotangent."""
+        role = "gradient" if self.role == "parameter" else ""
+        return Constraint(self.grad_spec, self.spec, role)
+
+    def batched(self) -> Constraint:
+        """The constraint of a value with one more leading dim, left whole."""
+        return Constraint(_lead(self.spec), _lead(self.grad_spec), self.role)
+
+    def sliced(self) -> Constraint | None:
+        """The constraint of one slice along dim 0, or None if dim 0 is split."""
+        specs = _unlead(self.spec), _unlead(self.grad_spec)
+        if specs[0] is None or specs[1] is None:
+            return None
+        return Constraint(specs[0], specs[1], self.role)
+
+
+def _lead(spec: Spec) -> Spec:
+    return f"_ {spec}" if isinstance(spec, str) else P(None, *spec)
+
+
+def _unlead(spec: Spec) -> Spec | None:
+    if isinstance(spec, str):
+        return spec.split(" ", 1)[1] if " " in spec else ""
+    return None if spec and spec[0] else P(*spec[1:])
+
+
+class _Constrain(torch.autograd.Function):
+    @staticmethod
+    def forward(constraint: Constraint, x: torch.Tensor) -> torch.Tensor:
+        return _torch.bind(constraint, [x], [TensorMeta.of(x)])[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.constraint = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, Any]:  # type: ignore[override]
+        return None, _torch.apply(_Constrain, ctx.constraint.transposed(), cotangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, constraint: Constraint, x: torch.Tensor) -> tuple[Any, int]:
+        return _torch.apply(_Constrain, constraint.batched(), x.movedim(in_dims[1], 0)), 0
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return _torch.apply(_Constrain, ctx.constraint, tangent)
+
+
+def constrain(x: Any, spec: Any, *, grad_spec: Any = None, role: str = "") -> Any:
+    """Fix the layout of a value inside a `jit`-ted function; the identity on one device.
+
+    Args:
+        x: a tensor, or a pytree of tensors with a matching tree (or one prefix) of specs.
+        spec: a `P`, or the logical names of the dims in one string, ``"batch seq embed"``, which
+            the plan maps to mesh axes. Dims the spec does not split are whole.
+        grad_spec: where the cotangent lives; the same place by default. A different one is how
+            ZeRO says "gather this parameter here, and scatter its gradient".
+        role: "parameter" or "gradient", shown by ``program.memory()``.
+
+    Raises:
+        ShardingError: when a string names more or fewer dims than `x` has.
+
+    >>> constrain(torch.ones(2, 3), P("dp")).shape
+    torch.Size([2, 3])
+    """
+    is_spec = lambda node: isinstance(node, (P, str))  # noqa: E731
+    leaves, treedef = tree.flatten(x)
+    specs = tree.broadcast_prefix(spec, x, is_leaf=is_spec)
+    grads = [None] * len(leaves)
+    if grad_spec is not None:
+        grads = tree.broadcast_prefix(grad_spec, x, is_leaf=is_spec)
+    out = []
+    for leaf, one, grad in zip(leaves, specs, grads, strict=True):
+        _check_rank(leaf, one)
+        constraint = Constraint(one, one if grad is None else grad, role)
+        out.append(_torch.apply(_Constrain, constraint, leaf))
+    return tree.unflatten(treedef, out)
+
+
+def _check_rank(x: torch.Tensor, spec: Spec) -> None:
+    names = spec.split() if isinstance(spec, str) else spec
+    exact = isinstance(spec, str)
+    if len(names) > x.ndim or (exact and len(names) != x.ndim):
+        shown = repr(spec)
+        raise ShardingError(
+            message(
+                "constrain:",
+                f"{shown} names {len(names)} dims, the value has {x.ndim}.",
+                f"shape: {tuple(x.shape)}",
+                fix="give one entry per dim",
+            )
+        )

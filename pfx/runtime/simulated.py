@@ -1,0 +1,228 @@
+"""Run a program for every device of a mesh in one process.
+
+A value is a list of its distinct parts: one per coordinate along the axes its layout uses. What the
+layouts say is the same along an axis is computed once, not once per device. With ``check=True`` every
+device computes its own copy, and copies that should be equal are asserted to be so, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pfx.compiler.program import Compute, LoopInstr, Program, Reshard, Value
+from pfx.compiler.reshard import Move
+from pfx.mesh import Mesh
+from pfx.runtime import collectives
+from pfx.runtime.plan import Step, frees
+
+Parts = list[torch.Tensor]
+
+
+class Simulated:
+    """An executable program: prepared once, called with the distinct parts of every input."""
+
+    def __init__(self, program: Program, *, check: bool = False) -> None:
+        self.program = program
+        self.mesh = program.mesh
+        self.check = check
+        self.steps: list[Step] = []
+        dead = frees(program)
+        for instr, gone in zip(program.instrs, dead, strict=True):
+            run = self.prepare(instr)
+            ins = tuple(v.number for v in instr.ins)
+            outs = tuple(v.number if v is not None else -1 for v in instr.outs)
+            self.steps.append(Step(run, ins, outs, gone))
+
+    def __call__(self, inputs: Sequence[Parts]) -> list[Parts]:
+        env: dict[int, Parts] = {
+            value.number: parts for value, parts in zip(self.program.inputs, inputs, strict=True)
+        }
+        for step in self.steps:
+            step(env)
+        return [env[value.number] for value in self.program.outputs]
+
+    # How many copies of a value there are, and which -------------------------------------------
+
+    def varying(self, value: Value) -> tuple[str, ...]:
+        """The axes along which a value has copies of its own."""
+        return self.mesh.axis_names if self.check else self.mesh.ordered(value.layout.axes)
+
+    def places(self, axes: Sequence[str]) -> list[dict[str, int]]:
+        """The coordinates along some axes, in the order parts are listed."""
+        return list(self.mesh.coordinates(axes))
+
+    def index_of(self, value: Value, place: Mapping[str, int]) -> int:
+        """Which of a value's parts a device at `place` reads."""
+        return self.mesh.index(place, self.varying(value))
+
+    def prepare(self, instr: Any) -> Callable[[list[Parts]], list[Parts]]:
+        """Compile one instruction into a function from operand parts to result parts."""
+        if isinstance(instr, Compute):
+            return self.prepare_compute(instr)
+        if isinstance(instr, LoopInstr):
+            return self.prepare_loop(instr)
+        return self.prepare_reshard(instr)
+
+    # Local calls --------------------------------------------------------------------------------
+
+    def prepare_compute(self, instr: Compute) -> Callable[[list[Parts]], list[Parts]]:
+        axes = set(self.mesh.axis_names) if self.check else set()
+        for value in (*instr.ins, *(v for v in instr.outs if v is not None)):
+            axes |= set(value.layout.axes)
+        places = self.places(self.mesh.ordered(tuple(axes)))
+        picks = [tuple(self.index_of(v, place) for v in instr.ins) for place in places]
+        call = local_call(instr)
+        if instr.offset:
+            offsets = [self.offset(instr, place) for place in places]
+            return lambda ins: _columns(
+                [
+                    call([parts[i] for parts, i in zip(ins, pick, strict=True)], offset)
+                    for pick, offset in zip(picks, offsets, strict=True)
+                ],
+                instr,
+            )
+        if not instr.many and len(instr.ins) == 1:
+            return lambda ins: [[call([ins[0][pick[0]]], None) for pick in picks]]
+        return lambda ins: _columns(
+            [call([parts[i] for parts, i in zip(ins, pick, strict=True)], None) for pick in picks],
+            instr,
+        )
+
+    def offset(self, instr: Compute, place: Mapping[str, int]) -> tuple[int, ...]:
+        """The global index at which each split dim begins on the device at `place`."""
+        return tuple(self.mesh.index(place, axes) * size for axes, size in instr.offset)
+
+    # Loops --------------------------------------------------------------------------------------
+
+    def prepare_loop(self, instr: LoopInstr) -> Callable[[list[Parts]], list[Parts]]:
+        body = Simulated(instr.body, check=self.check)
+        c, x = instr.num_carry, instr.num_xs
+        order = list(reversed(range(instr.length))) if instr.reverse else list(range(instr.length))
+
+        def run(ins: list[Parts]) -> list[Parts]:
+            carry, xs, consts = ins[:c], ins[c : c + x], ins[c + x :]
+            ys: list[Parts] = []
+            for i in order:
+                rows = [[part[i] for part in parts] for parts in xs]
+                outs = body([*carry, *rows, *consts])
+                carry = outs[:c]
+                if not ys:
+                    ys = [[_stack_of(part, instr.length) for part in parts] for parts in outs[c:]]
+                for stacked, parts in zip(ys, outs[c:], strict=True):
+                    for whole, part in zip(stacked, parts, strict=True):
+                        whole[i] = part
+            return [*carry, *ys]
+
+        return run
+
+    # Moves --------------------------------------------------------------------------------------
+
+    def prepare_reshard(self, instr: Reshard) -> Callable[[list[Parts]], list[Parts]]:
+        moves = instr.moves or (instr.move,) * len(instr.ins)
+        runs = [
+            self.prepare_move(move, before, after)
+            for move, before, after in zip(moves, instr.ins, instr.outs, strict=True)
+        ]
+        return lambda ins: [run(parts) for run, parts in zip(runs, ins, strict=True)]
+
+    def prepare_move(self, move: Move, before: Value, after: Value) -> Callable[[Parts], Parts]:
+        places = self.places(self.varying(after))
+        own = [self.index_of(before, self.pad(place)) for place in places]
+        ranks = [self.mesh.index(self.pad(place), move.axes) for place in places]
+        size = self.mesh.count(move.axes)
+        if move.kind == "slice":
+            return lambda parts: [
+                collectives.take(parts[i], move.dim, rank, size)
+                for i, rank in zip(own, ranks, strict=True)
+            ]
+        if move.kind == "own":
+            return lambda parts: [
+                parts[i] if rank == 0 else torch.zeros_like(parts[i])
+                for i, rank in zip(own, ranks, strict=True)
+            ]
+        groups = [self.group(before, self.pad(place), move.axes) for place in places]
+        joint = _memoized(groups, collectives.JOINT[move.kind](move))
+        pick = collectives.PICK[move.kind](move, size)
+        return lambda parts: [
+            pick(whole, rank) for whole, rank in zip(joint(parts), ranks, strict=True)
+        ]
+
+    def pad(self, place: Mapping[str, int]) -> dict[str, int]:
+        """A full coordinate: axes a value does not vary along are at 0."""
+        return {axis: place.get(axis, 0) for axis in self.mesh.axis_names}
+
+    def group(self, before: Value, place: dict[str, int], axes: Sequence[str]) -> tuple[int, ...]:
+        """The parts of the members of a device's group, in group order."""
+        return tuple(
+            self.index_of(before, {**place, **member}) for member in self.mesh.coordinates(axes)
+        )
+
+
+def _memoized(
+    groups: Sequence[tuple[int, ...]], combine: Callable[[Parts], Any]
+) -> Callable[[Parts], list[Any]]:
+    """Combine each distinct group once."""
+    distinct = list(dict.fromkeys(groups))
+    where = [distinct.index(group) for group in groups]
+
+    def run(parts: Parts) -> list[Any]:
+        made = [combine([parts[i] for i in group]) for group in distinct]
+        return [made[i] for i in where]
+
+    return run
+
+
+def _stack_of(part: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.empty((length, *part.shape), dtype=part.dtype, device=part.device)
+
+
+def _columns(rows: list[Any], instr: Compute) -> list[Parts]:
+    """From one result (or tuple of results) per place to one list of parts per result."""
+    if not instr.many:
+        return [rows]
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+def local_call(instr: Compute) -> Callable[[Sequence[torch.Tensor], Any], Any]:
+    """A function of the operands' local tensors (in the order of `ins`) and the offset."""
+    target, kwargs = instr.target, dict(instr.kwargs)
+    positions = {value.number: i for i, value in enumerate(instr.ins)}
+    flat = all(isinstance(a, Value) or not isinstance(a, (list, tuple)) or not _has_value(a)
+               for a in instr.args) and not any(map(_has_value, kwargs.values()))  # fmt: skip
+    if flat:
+        template = [(positions[a.number], None) if isinstance(a, Value) else (-1, a) for a in instr.args]  # fmt: skip
+        if instr.offset:
+            return lambda ins, offset: target(
+                *[ins[i] if i >= 0 else a for i, a in template], **kwargs, offset=offset
+            )
+        if all(i == k for k, (i, _) in enumerate(template)) and not kwargs:
+            return lambda ins, _: target(*ins)
+        return lambda ins, _: target(*[ins[i] if i >= 0 else a for i, a in template], **kwargs)
+
+    def nested(ins: Sequence[torch.Tensor], offset: Any) -> Any:
+        args = _fill(instr.args, ins, positions)
+        named = _fill(kwargs, ins, positions)
+        return target(*args, **named, **({"offset": offset} if instr.offset else {}))
+
+    return nested
+
+
+def _has_value(arg: Any) -> bool:
+    if isinstance(arg, (list, tuple)):
+        return any(map(_has_value, arg))
+    return isinstance(arg, Value)
+
+
+def _fill(arg: Any, ins: Sequence[torch.Tensor], positions: Mapping[int, int]) -> Any:
+    if isinstance(arg, Value):
+        return ins[positions[arg.number]]
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(_fill(item, ins, positions) for item in arg)
+    if isinstance(arg, dict):
+        return {key: _fill(item, ins, positions) for key, item in arg.items()}
+    return arg
+
+

@@ -1,0 +1,220 @@
+"""Where the parts of a tensor live: the spec a user writes, and the layout the compiler computes with.
+
+`P` names mesh axes per dim. A `Layout` is a `P` made exact for a tensor of known rank, plus the axes
+over which the value is still a partial sum. All arithmetic between a global shape and one device's
+part is here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pfx.errors import ShardingError, message
+from pfx.mesh import Coordinate, Mesh
+
+Axes = tuple[str, ...]
+
+
+class P(tuple):
+    """A partition spec: one entry per dim, each None, an axis name, or a tuple of axis names.
+
+    A spec may be shorter than the rank; the dims it does not mention are whole. Several axes on one
+    dim split it row-major in the order given (jax.sharding.PartitionSpec).
+
+    >>> P("dp", None, ("tp", "cp"))
+    P('dp', None, ('tp', 'cp'))
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, *entries: str | None | Sequence[str]) -> P:
+        for entry in entries:
+            names = (entry,) if isinstance(entry, str) or entry is None else tuple(entry)
+            if not all(name is None or isinstance(name, str) for name in names):
+                raise ShardingError(
+                    message("P:", f"{entry!r} is not an axis name.",
+                            fix='P("dp", None, ("tp", "cp"))')  # fmt: skip
+                )
+        return super().__new__(
+            cls, tuple(e if isinstance(e, str) or e is None else tuple(e) for e in entries)
+        )
+
+    def __repr__(self) -> str:
+        return f"P({', '.join(repr(entry) for entry in self)})"
+
+    def __reduce__(self) -> Any:
+        return P, tuple(self)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The exact placement of one tensor: the axes of each dim, and the axes it is partial over.
+
+    `free` marks a value that any device can make for itself in any layout (zeros, an arange);
+    `zero` one that is all zeros, and so also a valid partial sum.
+    """
+
+    dims: tuple[Axes, ...]
+    partial: Axes = ()
+    reduce: str = "sum"
+    free: bool = False
+    zero: bool = False
+
+    @property
+    def axes(self) -> Axes:
+        """Every axis along which the devices' parts differ."""
+        return (*(axis for dim in self.dims for axis in dim), *self.partial)
+
+    @property
+    def spec(self) -> P:
+        """This layout as a spec (the partial axes are not part of one)."""
+        return P(*(None if not d else d[0] if len(d) == 1 else d for d in self.dims))
+
+    def whole(self) -> Layout:
+        """The same layout once its partial sums have been reduced."""
+        return Layout(self.dims)
+
+    def text(self, shape: Sequence[int], dtype: torch.dtype) -> str:
+        """Print a sharded value the one way: ``f32[8/dp, 128, 256/tp]+tp``.
+
+        >>> Layout((("dp",), ()), ("tp",)).text((8, 4), torch.float32)
+        'f32[8/dp, 4]+tp'
+        """
+        dims = ", ".join("/".join((str(n), *axes)) for n, axes in zip(shape, self.dims, strict=True))
+        owed = "".join(f"+{axis}" for axis in self.partial)
+        kind = "" if self.reduce == "sum" or not self.partial else f"({self.reduce})"
+        return f"{dtype_name(dtype)}[{dims}]{owed}{kind}"
+
+
+def replicated(ndim: int) -> Layout:
+    """The layout in which every device holds everything."""
+    return Layout(((),) * ndim)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name of a dtype: f32, bf16, i64, bool, …
+
+    >>> dtype_name(torch.bfloat16)
+    'bf16'
+    """
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u")):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return "i" + name.removeprefix("int") if name.startswith("int") else name
+
+
+def layout_of(spec: Any, shape: Sequence[int], mesh: Mesh, where: str = "") -> Layout:
+    """Make a spec exact for a shape on a mesh.
+
+    Raises:
+        ShardingError: for a spec longer than the rank, an unknown or repeated axis, or a dim that
+            its axes do not divide, with the arithmetic and a fix.
+
+    >>> from pfx.mesh import make_mesh
+    >>> layout_of(P("dp"), (4, 3), make_mesh(dp=2)).dims
+    (('dp',), ())
+    """
+    spec = P() if spec is None else spec
+    if not isinstance(spec, P):
+        raise ShardingError(
+            message(where, f"has {spec!r} where a spec belongs.", fix=f"write P({spec!r})")
+        )
+    if len(spec) > len(shape):
+        raise ShardingError(
+            message(
+                where,
+                "has fewer dims than its spec.",
+                f"{spec} has {len(spec)} entries; the shape {tuple(shape)} has {len(shape)} dims.",
+                f"mesh: {mesh}",
+                fix=f"use {P(*spec[: len(shape)])}",
+            )
+        )
+    entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in spec]
+    entries += [()] * (len(shape) - len(entries))
+    _check_axes(spec, entries, mesh, where)
+    for dim, (size, axes) in enumerate(zip(shape, entries, strict=True)):
+        if size % mesh.count(axes):
+            raise ShardingError(_indivisible(spec, dim, size, axes, mesh, where))
+    return Layout(tuple(entries))
+
+
+def _check_axes(spec: P, entries: Sequence[Axes], mesh: Mesh, where: str) -> None:
+    seen: set[str] = set()
+    for axis in (axis for entry in entries for axis in entry):
+        if axis not in mesh.shape:
+            raise ShardingError(
+                message(
+                    where,
+                    f"names the unknown axis {axis!r}.",
+                    f"spec: {spec}",
+                    f"mesh: {mesh}",
+                    fix=f"use one of {', '.join(map(repr, mesh.axis_names)) or 'no axis'}",
+                )
+            )
+        if axis in seen:
+            raise ShardingError(
+                message(
+                    where,
+                    f"uses the axis {axis!r} twice.",
+                    f"spec: {spec}; an axis can split one dim only.",
+                    f"mesh: {mesh}",
+                    fix=f"drop one {axis!r} from this spec",
+                )
+            )
+        seen.add(axis)
+
+
+def _indivisible(
+    spec: P, dim: int, size: int, axes: Axes, mesh: Mesh, where: str
+) -> str:
+    n = mesh.count(axes)
+    named = " and ".join(f'"{axis}" (size {mesh.shape[axis]})' for axis in axes)
+    below, above = size - size % n, size - size % n + n
+    sizes = f"{below} or {above}" if below else f"{above}"
+    return message(
+        where,
+        "cannot be split.",
+        f"{spec} puts dim {dim} (size {size}) on axis {named}; {size} % {n} = {size % n}.",
+        f"mesh: {mesh}",
+        fix=f"make dim {dim} a multiple of {n} ({sizes}), or drop "
+        f"{', '.join(map(repr, axes))} from this spec.",
+    )
+
+
+def local_shape(shape: Sequence[int], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of one device's part."""
+    return tuple(n // mesh.count(axes) for n, axes in zip(shape, layout.dims, strict=True))
+
+
+def local_bytes(shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh: Mesh) -> int:
+    """The bytes of one device's part."""
+    return math.prod(local_shape(shape, layout, mesh)) * dtype.itemsize
+
+
+def local_slices(
+    shape: Sequence[int], layout: Layout, mesh: Mesh, coordinate: Coordinate
+) -> tuple[slice, ...]:
+    """The part of the global index space that the device at `coordinate` holds.
+
+    >>> from pfx.mesh import make_mesh
+    >>> mesh = make_mesh(x=2, y=2)
+    >>> local_slices((8, 3), Layout((("x", "y"), ())), mesh, {"x": 1, "y": 0})
+    (slice(4, 6, None), slice(0, 3, None))
+    """
+    parts = []
+    for n, axes in zip(shape, layout.dims, strict=True):
+        size = n // mesh.count(axes)
+        start = mesh.index(coordinate, axes) * size
+        parts.append(slice(start, start + size))
+    return tuple(parts)
+
+
+def distinct_coordinates(layout: Layout, mesh: Mesh) -> Iterator[dict[str, int]]:
+    """Iterate over the coordinates (along the layout's axes only) whose parts differ."""
+    return mesh.coordinates(mesh.ordered(layout.axes))

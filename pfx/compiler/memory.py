@@ -1,1 +1,165 @@
+"""Peak bytes per device, read off a program by liveness.
 
+The walk does what a runtime does: a result is allocated, a view is not, a value is freed after its
+last reader. Arguments that were not donated stay alive, since the caller still holds them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pfx.compiler.ir import Compute, Instr, LoopInstr, Reshard, Value, last_uses
+from pfx.mesh import Mesh
+
+if TYPE_CHECKING:
+    from pfx.compiler.program import Program
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device: at the peak, by role, and the state that goes in.
+
+    Attributes:
+        peak: the most bytes alive at once.
+        at_peak: those bytes by role: parameters, optimizer state, inputs, gradients, gathered
+            copies, activations.
+        arguments: bytes of the program's inputs by role.
+    """
+
+    peak: int
+    at_peak: dict[str, int]
+    arguments: dict[str, int]
+
+    def __str__(self) -> str:
+        rows = sorted(self.at_peak.items(), key=lambda item: -item[1])
+        lines = [f"{name:<18} {size:>14,} B" for name, size in rows if size]
+        return "\n".join([*lines, f"{'peak per device':<18} {self.peak:>14,} B"])
+
+
+@dataclass(eq=False)
+class _Storage:
+    """A piece of memory and how many names refer to it."""
+
+    size: int
+    role: str
+    names: int = 0
+
+
+@dataclass
+class _Heap:
+    """The bytes alive now, and a picture of the moment when they were most."""
+
+    live: Counter[str] = field(default_factory=Counter)
+    total: int = 0
+    peak: int = 0
+    at_peak: dict[str, int] = field(default_factory=dict)
+
+    def hold(self, storage: _Storage) -> _Storage:
+        storage.names += 1
+        if storage.names == 1:
+            self.total += storage.size
+            self.live[storage.role] += storage.size
+            if self.total > self.peak:
+                self.peak, self.at_peak = self.total, dict(self.live)
+        return storage
+
+    def drop(self, storage: _Storage) -> None:
+        storage.names -= 1
+        if storage.names == 0:
+            self.total -= storage.size
+            self.live[storage.role] -= storage.size
+
+
+def memory_of(program: Program) -> Memory:
+    """Walk a program and return its memory per device."""
+    heap = _Heap()
+    arguments: Counter[str] = Counter()
+    env: dict[int, _Storage] = {}
+    names = program.names or [""] * len(program.inputs)
+    for value, name in zip(program.inputs, names, strict=True):
+        role = role_of_path(name)
+        storage = _Storage(value.local_bytes(program.mesh), role)
+        arguments[role] += storage.size
+        env[value.number] = heap.hold(storage)
+        if value.number not in program.donated:
+            heap.hold(storage)  # the caller's own reference
+    _walk(program.instrs, program.outputs, env, heap, program.mesh)
+    return Memory(heap.peak, {k: v for k, v in heap.at_peak.items() if v}, dict(arguments))
+
+
+def role_of_path(path: str) -> str:
+    """The role of a program's input, by where it lies in a train state."""
+    if "params" in path:
+        return "parameters"
+    return "optimizer state" if "opt_state" in path else "inputs"
+
+
+def _walk(
+    instrs: Sequence[Instr], outputs: Sequence[Value], env: dict[int, _Storage], heap: _Heap, mesh: Mesh
+) -> None:
+    for instr, dead in zip(instrs, last_uses(instrs, outputs), strict=True):
+        if isinstance(instr, LoopInstr):
+            _loop(instr, env, heap, mesh)
+        else:
+            for out in instr.outs:
+                if out is not None:
+                    env[out.number] = heap.hold(_made(instr, out, env, mesh))
+        for number in dead:
+            if number in env:
+                heap.drop(env.pop(number))
+
+
+def _made(instr: Compute | Reshard, out: Value, env: dict[int, _Storage], mesh: Mesh) -> _Storage:
+    """The storage of a result: the operand's own for a view, new otherwise."""
+    if isinstance(instr, Reshard):
+        views = instr.move.kind == "slice" or mesh.count(instr.move.axes) == 1
+        if views:
+            return env[instr.ins[instr.outs.index(out)].number]
+        role = "gathered copies" if instr.move.kind == "all_gather" else out.role or "activations"
+        return _Storage(out.local_bytes(mesh), role)
+    if is_view(instr.target) and instr.ins:
+        return env[instr.ins[0].number]
+    if instr.target is torch.ops.aten.full.default:
+        return _Storage(out.local_bytes(mesh), out.role or "activations")
+    return _Storage(out.local_bytes(mesh), out.role or "activations")
+
+
+def is_view(target: Any) -> bool:
+    """Tell whether a call returns its first operand's memory."""
+    if target is torch.ops.aten.reshape.default:
+        return True  # a copy only where the strides force one
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return any(r.alias_info is not None for r in target._schema.returns)
+
+
+def _loop(instr: LoopInstr, env: dict[int, _Storage], heap: _Heap, mesh: Mesh) -> None:
+    """Two iterations stand for all: the first starts from the operands, the second from itself."""
+    c, x = instr.num_carry, instr.num_xs
+    body = instr.body
+    carry = [heap.hold(env[v.number]) for v in instr.ins[:c]]
+    rest = [env[v.number] for v in instr.ins[c:]]
+    ys: list[_Storage] = []
+    for _ in range(min(instr.length, 2)):
+        inner = {v.number: s for v, s in zip(body.inputs[:c], carry, strict=True)}
+        inner |= {v.number: heap.hold(s) for v, s in zip(body.inputs[c:], rest, strict=True)}
+        _walk(body.instrs, body.outputs, inner, heap, mesh)
+        if not ys:
+            ys = [_Storage(v.local_bytes(mesh), v.role or "activations") for v in instr.outs[c:]]
+            for storage in ys:
+                heap.hold(storage)
+        carry = [heap.hold(inner[v.number]) for v in body.outputs[:c]]
+        _drop_all(inner.values(), heap)
+    for value, storage in zip(instr.outs, [*carry, *ys], strict=True):
+        env[value.number] = storage
+    assert x >= 0
+
+
+def _drop_all(storages: Iterable[_Storage], heap: _Heap) -> None:
+    for storage in list(storages):
+        heap.drop(storage)

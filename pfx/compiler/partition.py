@@ -15,7 +15,8 @@ import torch
 import torch.fx
 
 from pfx.compiler.loops import outputs_of, placeholders
-from pfx.compiler.program import Compute, Instr, LoopInstr, Program, Reshard, Value, values_in
+from pfx.compiler.ir import Compute, Instr, LoopInstr, Reshard, Value, values_in
+from pfx.compiler.program import Program
 from pfx.compiler.propagate import Context, Decision, Solution
 from pfx.compiler.reshard import plan_moves
 from pfx.compiler.rule import Call, Local, Rule, operand_nodes, result_values

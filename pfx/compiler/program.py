@@ -1,99 +1,21 @@
-"""The compiled program as a value: local calls, moves and loops over typed values, in order.
+"""The compiled program as a value: it can be read, counted, measured and compared.
 
-Every value has a global shape, a layout and a number. An instruction reads earlier values and makes
-new ones (static single assignment); a loop holds a program of its own. Nothing here runs: see
-`pfx.runtime`.
+Nothing here runs; see `pfx.runtime`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from pfx.compiler.reshard import Move
+from pfx.compiler.ir import Instr, LoopInstr, Reshard, Value
+from pfx.compiler.memory import Memory, memory_of
 from pfx.mesh import Mesh
-from pfx.spec import Axes, Layout, dtype_name, local_bytes, local_shape
-
-
-@dataclass(frozen=True, eq=False)
-class Value:
-    """One tensor of a program: its number, global shape, dtype and layout."""
-
-    number: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    layout: Layout
-    role: str = ""
-
-    def __str__(self) -> str:
-        return f"%{self.number}"
-
-    @property
-    def type(self) -> str:
-        """The type as printed, e.g. ``f32[8/dp, 128]``."""
-        return self.layout.text(self.shape, self.dtype)
-
-    def local_bytes(self, mesh: Mesh) -> int:
-        """The bytes of one device's part."""
-        return local_bytes(self.shape, self.dtype, self.layout, mesh)
-
-    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """The shape of one device's part."""
-        return local_shape(self.shape, self.layout, mesh)
-
-
-@dataclass(frozen=True, eq=False)
-class Compute:
-    """A call of `target` on local tensors; `Value`s in args and kwargs stand for them.
-
-    `offset` lists (axes, local size) of the dims whose global position the call needs.
-    """
-
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    ins: tuple[Value, ...]
-    outs: tuple[Value | None, ...]
-    offset: tuple[tuple[Axes, int], ...] = ()
-    source: str = ""
-    many: bool = False  # the call returns a tuple
-
-
-@dataclass(frozen=True, eq=False)
-class Reshard:
-    """One `Move` of one or more values (a bucket) at once."""
-
-    move: Move
-    ins: tuple[Value, ...]
-    outs: tuple[Value, ...]
-    source: str = ""
-    reason: str = ""
-    moves: tuple[Move, ...] = ()  # one per value; dims may differ within a bucket
-
-    @property
-    def communicates(self) -> bool:
-        """Tell a collective from a local slice."""
-        return self.move.kind not in ("slice", "own")
-
-
-@dataclass(frozen=True, eq=False)
-class LoopInstr:
-    """A scan: `body` runs `length` times; operands are carries, xs, consts; outs carries, ys."""
-
-    body: Program
-    num_carry: int
-    num_xs: int
-    length: int
-    reverse: bool
-    ins: tuple[Value, ...]
-    outs: tuple[Value, ...]
-    source: str = ""
-
-
-Instr = Compute | Reshard | LoopInstr
+from pfx.spec import Axes, dtype_name
 
 
 @dataclass(frozen=True)
@@ -130,6 +52,7 @@ class Program:
     outputs: list[Value]
     instrs: list[Instr]
     names: list[str] = field(default_factory=list)  # key paths of the inputs
+    donated: frozenset[int] = frozenset()  # numbers of inputs whose memory may be reused
     report: list[str] = field(default_factory=list)  # what the compiler had to fall back on
 
     def text(self) -> str:
@@ -138,12 +61,10 @@ class Program:
 
     def collectives(self) -> list[Collective]:
         """Every collective a step runs, in order; those inside loops with their count."""
-        return list(_collectives(self, 1, _counter()))
+        return list(_collectives(self, 1, itertools.count(1)))
 
-    def memory(self) -> Any:
-        """Peak bytes per device by liveness; see `pfx.compiler.memory`."""
-        from pfx.compiler.memory import memory_of
-
+    def memory(self) -> Memory:
+        """Peak bytes per device, by liveness, with what holds them at the peak."""
         return memory_of(self)
 
     @property
@@ -153,13 +74,6 @@ class Program:
 
     def __str__(self) -> str:
         return self.text()
-
-
-def _counter() -> Iterator[int]:
-    number = 0
-    while True:
-        number += 1
-        yield number
 
 
 def _collectives(program: Program, times: int, buckets: Iterator[int]) -> Iterator[Collective]:
@@ -226,18 +140,6 @@ def _show(arg: Any) -> str:
     if isinstance(arg, (list, tuple)):
         return f"[{', '.join(map(_show, arg))}]"
     return str(arg)
-
-
-def values_in(arg: Any) -> Iterator[Value]:
-    """The values mentioned in a call's arguments, in order."""
-    if isinstance(arg, Value):
-        yield arg
-    elif isinstance(arg, (list, tuple)):
-        for item in arg:
-            yield from values_in(item)
-    elif isinstance(arg, Mapping):
-        for item in arg.values():
-            yield from values_in(item)
 
 
 def verify(program: Program) -> None:

@@ -20,6 +20,7 @@ import torch.fx
 from pfx import _torch
 from pfx.lax.body import Body
 from pfx.lax.constrain import Constraint
+from pfx.lax.label import Label
 from pfx.lax.scan import Loop
 
 aten = torch.ops.aten
@@ -170,7 +171,10 @@ def _rewrite(graph: torch.fx.Graph, node: torch.fx.Node, env: dict[Any, Any]) ->
         return _inline(graph, node, env, decomposition)
     if node.target is operator.getitem and isinstance(env.get(node.args[0]), (list, tuple)):
         return env[node.args[0]][node.args[1]]  # type: ignore[index]
-    if node.target is operator.getitem and isinstance(node.args[0].target, Constraint):  # type: ignore[union-attr]
+    if node.target is operator.getitem and isinstance(node.args[0].target, (Constraint, Label)):  # type: ignore[union-attr]
+        return env[node.args[0]]
+    if isinstance(target, Label):
+        env[node.args[0]].meta["role"] = target.role
         return env[node.args[0]]
     new = graph.node_copy(node, lambda n: env[n])
     if isinstance(target, Constraint):

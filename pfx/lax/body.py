@@ -64,6 +64,11 @@ def trace_body(
 
 
 def _body(module: torch.fx.GraphModule) -> Body:
+    """Wrap a graph; its views become reshapes, since a slice of a stack has strides of its own."""
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
+    module.recompile()
     ins = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     outs = [n.meta["val"] for n in _outputs(module.graph)]
     return Body(module, _metas(ins), _metas(outs))
@@ -183,7 +188,7 @@ def _cheap(node: torch.fx.Node) -> bool:
 
 
 _REDOABLE = frozenset(
-    {torch.ops.aten._unsafe_view, torch.ops.aten.scalar_tensor, torch.ops.aten.full_like}
+    {torch.ops.aten.reshape, torch.ops.aten._unsafe_view, torch.ops.aten.full_like}
 )
 
 

@@ -21,7 +21,6 @@ class Constraint:
 
     spec: Spec
     grad_spec: Spec
-    role: str = ""
 
     __name__ = "constrain"
     recompute = True  # never saved for the backward part: a gathered weight is gathered again
@@ -31,19 +30,18 @@ class Constraint:
 
     def transposed(self) -> Constraint:
         """The constraint of the cotangent."""
-        role = "gradient" if self.role == "parameter" else ""
-        return Constraint(self.grad_spec, self.spec, role)
+        return Constraint(self.grad_spec, self.spec)
 
     def batched(self) -> Constraint:
         """The constraint of a value with one more leading dim, left whole."""
-        return Constraint(_lead(self.spec), _lead(self.grad_spec), self.role)
+        return Constraint(_lead(self.spec), _lead(self.grad_spec))
 
     def sliced(self) -> Constraint | None:
         """The constraint of one slice along dim 0, or None if dim 0 is split."""
         specs = _unlead(self.spec), _unlead(self.grad_spec)
         if specs[0] is None or specs[1] is None:
             return None
-        return Constraint(specs[0], specs[1], self.role)
+        return Constraint(specs[0], specs[1])
 
 
 def _lead(spec: Spec) -> Spec:
@@ -78,7 +76,7 @@ class _Constrain(torch.autograd.Function):
         return _torch.apply(_Constrain, ctx.constraint, tangent)
 
 
-def constrain(x: Any, spec: Any, *, grad_spec: Any = None, role: str = "") -> Any:
+def constrain(x: Any, spec: Any, *, grad_spec: Any = None) -> Any:
     """Fix the layout of a value inside a `jit`-ted function; the identity on one device.
 
     Args:
@@ -87,7 +85,6 @@ def constrain(x: Any, spec: Any, *, grad_spec: Any = None, role: str = "") -> An
             the plan maps to mesh axes. Dims the spec does not split are whole.
         grad_spec: where the cotangent lives; the same place by default. A different one is how
             ZeRO says "gather this parameter here, and scatter its gradient".
-        role: "parameter" or "gradient", shown by ``program.memory()``.
 
     Raises:
         ShardingError: when a string names more or fewer dims than `x` has.
@@ -104,7 +101,7 @@ def constrain(x: Any, spec: Any, *, grad_spec: Any = None, role: str = "") -> An
     out = []
     for leaf, one, grad in zip(leaves, specs, grads, strict=True):
         _check_rank(leaf, one)
-        constraint = Constraint(one, one if grad is None else grad, role)
+        constraint = Constraint(one, one if grad is None else grad)
         out.append(_torch.apply(_Constrain, constraint, leaf))
     return tree.unflatten(treedef, out)
 

@@ -27,7 +27,8 @@ class Loop:
     """The scan primitive: operands are carries, then xs, then consts; outputs carries, then ys.
 
     Called on plain tensors it is a Python loop over slices. When a derivative is taken, the last
-    `num_residuals` outputs are what the `backward` body reads next to the operands.
+    `num_residuals` outputs are what the `backward` body reads next to the operands; without one, the
+    backward loop recomputes `primal`, the body as it was.
     """
 
     __name__ = "scan"
@@ -39,6 +40,7 @@ class Loop:
     reverse: bool
     remat: str | None = None
     backward: Body | None = None
+    primal: Body | None = None
     num_residuals: int = 0
 
     @property
@@ -102,17 +104,18 @@ def scan_flat(loop: Loop, operands: Sequence[torch.Tensor]) -> tuple[torch.Tenso
 
 
 def _linearized(loop: Loop) -> Loop:
-    """Attach the backward body, and make the forward body emit what the backward needs."""
-    plain = replace(loop, backward=None, num_residuals=0)
-    carries = range(loop.num_carry)
-    if loop.remat == "full":
-        forward, backward, saved = loop.body, _recomputing(loop.body), 0
-    else:
-        split = loop.body.split
-        forward, backward, saved = split.forward, split.backward, split.num_residuals
-    forward = _emit_inputs(forward, carries)
+    """Make the forward body emit what a backward loop needs, its input carries last."""
+    body, backward, saved = loop.body, None, 0
+    if loop.remat != "full":
+        split = body.split
+        body, backward, saved = split.forward, split.backward, split.num_residuals
+    body = _emit_inputs(body, range(loop.num_carry))
     return replace(
-        plain, body=forward, backward=backward, num_residuals=saved + loop.num_carry
+        loop,
+        body=body,
+        backward=backward,
+        primal=loop.body,
+        num_residuals=saved + loop.num_carry,
     )
 
 
@@ -134,29 +137,20 @@ def _pull(
     cotangents: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
     """Cotangents of the operands, by a loop in the other direction."""
-    visible = len(loop.body.out_metas) - loop.num_residuals
-    if any(c is not None for c in cotangents[visible:]):
-        return _pull_second(loop, operands, residuals, cotangents)
-    assert loop.backward is not None
     c, x = loop.num_carry, loop.num_xs
     xs, consts = list(operands[c : c + x]), list(operands[c + x :])
     carries_in, saved = list(residuals[len(residuals) - c :]), list(residuals[: -c or None])
-    return _backward_loop(loop, loop.backward, carries_in, xs, saved, consts,
-                          operands, cotangents[:visible])  # fmt: skip
-
-
-def _pull_second(
-    loop: Loop,
-    operands: Sequence[torch.Tensor],
-    residuals: Sequence[torch.Tensor],
-    cotangents: Sequence[torch.Tensor | None],
-) -> list[torch.Tensor | None]:
-    """As `_pull` when residuals have cotangents: the residual-emitting body is the function."""
-    c, x = loop.num_carry, loop.num_xs
-    xs, consts = list(operands[c : c + x]), list(operands[c + x :])
-    carries_in = list(residuals[len(residuals) - c :])
-    backward = _recomputing(loop.body)
-    return _backward_loop(loop, backward, carries_in, xs, [], consts, operands, cotangents)
+    visible = len(loop.body.out_metas) - loop.num_residuals
+    if any(cotangent is not None for cotangent in cotangents[visible:]):
+        # A second derivative: the residuals are outputs too, of the body that emits them.
+        backward, saved = _recomputing(loop.body), []
+    else:
+        cotangents = cotangents[:visible]
+        backward = loop.backward
+        if backward is None:
+            assert loop.primal is not None
+            backward = _recomputing(loop.primal)
+    return _backward_loop(loop, backward, carries_in, xs, saved, consts, operands, cotangents)
 
 
 def _backward_loop(
@@ -202,7 +196,8 @@ def _backward_loop(
     stacked = [*carries_in, *xs, *saved, *d_ys]
     flat = [*d_carry, *d_consts, *stacked, *consts]
     traced, _ = trace_body(body, _slice_metas(flat, n_carry + n_consts, len(stacked)))
-    mirror = Loop(traced, n_carry + n_consts, len(stacked), loop.length, not loop.reverse)
+    # The mirror is differentiated only for a second derivative, so nothing is saved for one.
+    mirror = Loop(traced, n_carry + n_consts, len(stacked), loop.length, not loop.reverse, "full")
     outs = scan_flat(mirror, flat)
     result: list[torch.Tensor | None] = [None] * len(operands)
     for i, out in zip([*float_carry, *float_consts, *float_xs], outs, strict=True):

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from pfx.compiler.program import Compute, LoopInstr, Program, Reshard, Value
+from pfx.compiler.ir import Compute, LoopInstr, Reshard, Value, last_uses
+from pfx.compiler.program import Program
 from pfx.compiler.reshard import Move
 from pfx.mesh import Mesh
 from pfx.runtime import collectives
-from pfx.runtime.plan import Step, frees
+from pfx.runtime.step import Step
 
 Parts = list[torch.Tensor]
 
@@ -29,20 +30,41 @@ class Simulated:
         self.mesh = program.mesh
         self.check = check
         self.steps: list[Step] = []
-        dead = frees(program)
+        dead = last_uses(program.instrs, program.outputs)
         for instr, gone in zip(program.instrs, dead, strict=True):
-            run = self.prepare(instr)
+            run = self.verified(instr) if check else self.prepare(instr)
             ins = tuple(v.number for v in instr.ins)
             outs = tuple(v.number if v is not None else -1 for v in instr.outs)
             self.steps.append(Step(run, ins, outs, gone))
 
-    def __call__(self, inputs: Sequence[Parts]) -> list[Parts]:
+    def __call__(self, inputs: list[Parts]) -> list[Parts]:
+        """Run on the distinct parts of every input; empties `inputs`, so that they can be freed."""
         env: dict[int, Parts] = {
             value.number: parts for value, parts in zip(self.program.inputs, inputs, strict=True)
         }
+        inputs.clear()
         for step in self.steps:
             step(env)
         return [env[value.number] for value in self.program.outputs]
+
+    def spread(self, value: Value, parts: Parts) -> Parts:
+        """One copy for every device, from the distinct parts."""
+        axes = self.mesh.ordered(value.layout.axes)
+        return [parts[self.mesh.index(place, axes)] for place in self.mesh.coordinates()]
+
+    def gather(self, value: Value, parts: Parts) -> Parts:
+        """The distinct parts, from one copy for every device."""
+        axes = self.mesh.ordered(value.layout.axes)
+        return [parts[self.mesh.index(self.pad(p))] for p in self.mesh.coordinates(axes)]
+
+    def assert_equal_copies(self, value: Value, parts: Parts) -> None:
+        """Assert that copies a layout calls equal are so, bit for bit."""
+        distinct = self.gather(value, parts)
+        for place, part, same in zip(
+            self.mesh.coordinates(), parts, self.spread(value, distinct), strict=True
+        ):
+            equal = torch.equal(part, same) or bool(((part == same) | (part != part)).all())
+            assert equal, f"{value}: {value.type} differs on {place} from its copy"
 
     # How many copies of a value there are, and which -------------------------------------------
 
@@ -65,6 +87,19 @@ class Simulated:
         if isinstance(instr, LoopInstr):
             return self.prepare_loop(instr)
         return self.prepare_reshard(instr)
+
+    def verified(self, instr: Any) -> Callable[[list[Parts]], list[Parts]]:
+        """As `prepare`, asserting after each instruction what the layouts say."""
+        run = self.prepare(instr)
+
+        def wrapped(ins: list[Parts]) -> list[Parts]:
+            outs = run(ins)
+            for value, parts in zip(instr.outs, outs, strict=True):
+                if value is not None:
+                    self.assert_equal_copies(value, parts)
+            return outs
+
+        return wrapped
 
     # Local calls --------------------------------------------------------------------------------
 
@@ -107,7 +142,9 @@ class Simulated:
             ys: list[Parts] = []
             for i in order:
                 rows = [[part[i] for part in parts] for parts in xs]
-                outs = body([*carry, *rows, *consts])
+                now = [*carry, *rows, *consts]
+                carry = []  # the body frees it at its last use
+                outs = body(now)
                 carry = outs[:c]
                 if not ys:
                     ys = [[_stack_of(part, instr.length) for part in parts] for parts in outs[c:]]

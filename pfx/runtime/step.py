@@ -1,24 +1,10 @@
-"""When a value dies, and the step that runs one instruction and forgets what died."""
+"""The step that runs one instruction and forgets the values that died with it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-from pfx.compiler.program import Program
-
-
-def frees(program: Program) -> list[tuple[int, ...]]:
-    """For each instruction, the numbers of the values nobody reads after it."""
-    alive = {value.number for value in program.outputs}
-    dead: list[tuple[int, ...]] = []
-    for instr in reversed(program.instrs):
-        read = {value.number for value in instr.ins}
-        made = {value.number for value in instr.outs if value is not None}
-        dead.append(tuple((read | made) - alive))
-        alive |= read
-    return dead[::-1]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,359 @@
+"""`jit`, `device_put`, `device_get`: where global tensors meet a mesh."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pfx import tree
+from pfx._torch import DataDependentError, TensorMeta
+from pfx.array import Array
+from pfx.compiler.lower import Lowered, lower
+from pfx.compiler.program import Program
+from pfx.errors import ShardingError, TraceError, TreeError, message
+from pfx.mesh import Mesh
+from pfx.runtime import runtime_of
+from pfx.spec import Layout, P, layout_of, replicated
+
+
+@dataclass(frozen=True)
+class ShapeDtype:
+    """The form of a tensor without its data, for `lower` and for tracing from shapes alone."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, P)
+
+
+def _spec_leaves(specs: Any, value: Any, where: str) -> list[Any]:
+    try:
+        return tree.broadcast_prefix(specs, value, is_leaf=_is_spec)
+    except TreeError as error:
+        raise ShardingError(
+            message(where, "a spec tree does not match its value.", str(error),
+                    fix="give one spec per leaf, or one spec for a whole subtree")  # fmt: skip
+        ) from None
+
+
+def device_put(value: Any, mesh: Mesh, specs: Any = None) -> Any:
+    """Split a pytree of global tensors over a mesh.
+
+    Args:
+        value: pytree of torch tensors (the global values; on a process mesh the same on every rank)
+            or of Arrays, which are resharded.
+        mesh: where to put them.
+        specs: pytree of `P`, or a prefix of one; None replicates.
+
+    Returns:
+        The same pytree with `Array` leaves.
+
+    Raises:
+        ShardingError: when a spec does not fit its leaf, naming the key path.
+
+    >>> from pfx.mesh import make_mesh
+    >>> device_put(torch.arange(6.), make_mesh(dp=2), P("dp"))
+    Array(f32[6/dp] on dp=2)
+    """
+    pairs, treedef = tree.flatten_with_path(value)
+    specs = _spec_leaves(specs, value, "device_put:")
+    runtime = runtime_of(mesh)
+    out = []
+    for (path, leaf), spec in zip(pairs, specs, strict=True):
+        where = f"device_put: value{tree.path_string(path)}"
+        if isinstance(leaf, Array):
+            layout = layout_of(leaf.spec if spec is None else spec, leaf.shape, mesh, where)
+            out.append(_resharded(leaf, layout))
+            continue
+        leaf = torch.as_tensor(leaf)
+        layout = layout_of(spec, leaf.shape, mesh, where)
+        parts = tuple(runtime.split(leaf, layout))
+        out.append(
+            Array(tuple(leaf.shape), leaf.dtype, mesh, layout, parts, runtime.coordinate)
+        )
+    return tree.unflatten(treedef, out)
+
+
+def _resharded(array: Array, layout: Layout) -> Array:
+    if array.layout == layout:
+        return array
+    move = _mover(array.shape, array.dtype, array.mesh, array.layout, layout)
+    return move(array)
+
+
+@functools.lru_cache(maxsize=1024)
+def _mover(
+    shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh, source: Layout, target: Layout
+) -> Callable[[Array], Array]:
+    """A program of moves only, from one layout to another."""
+    lowered = lower(
+        lambda x: [x], [TensorMeta(shape, dtype, mesh.device)], [source], lambda _: [target], mesh
+    )
+    runtime = runtime_of(mesh)
+    run = runtime.prepare(lowered.program, check=False, deterministic=False)
+
+    def move(array: Array) -> Array:
+        (parts,) = run([list(array.parts)])
+        return Array(shape, dtype, mesh, target, tuple(parts), runtime.coordinate)
+
+    return move
+
+
+def device_get(value: Any) -> Any:
+    """Return the global torch tensors of a pytree of Arrays; on a process mesh, on every rank.
+
+    >>> from pfx.mesh import make_mesh
+    >>> device_get(device_put(torch.arange(4.), make_mesh(dp=2), P("dp")))
+    tensor([0., 1., 2., 3.])
+    """
+
+    def get(leaf: Any) -> Any:
+        if not isinstance(leaf, Array):
+            return leaf
+        return runtime_of(leaf.mesh).join(leaf.shape, leaf.dtype, leaf.layout, leaf.parts)
+
+    return tree.map(get, value)
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A lowered function with what is needed to call it."""
+
+    lowered: Lowered
+    run: Callable[[list[Any]], list[Any]] | None
+    layouts: tuple[Layout, ...]
+    out_def: tree.TreeDef
+    donated: tuple[bool, ...]
+
+    @property
+    def program(self) -> Program:
+        return self.lowered.program
+
+
+class Jitted:
+    """A function compiled for a mesh; see `jit`."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh,
+        in_specs: Any,
+        out_specs: Any,
+        donate: Sequence[int],
+        options: Mapping[str, Any],
+    ) -> None:
+        functools.update_wrapper(self, fn)
+        self.fn, self.mesh = fn, mesh
+        self.in_specs, self.out_specs = in_specs, out_specs
+        self.donate = frozenset(donate)
+        self.options = dict(options)
+        self.cache: dict[Any, _Compiled] = {}
+
+    @property
+    def name(self) -> str:
+        """How errors call this function."""
+        return f"jit({getattr(self.fn, '__name__', 'fn')})"
+
+    def __call__(self, *args: Any) -> Any:
+        compiled = self._compiled(args)
+        runtime = runtime_of(self.mesh)
+        if compiled.run is None:
+            raise AssertionError("an abstract mesh has no runtime")
+        leaves = tree.leaves(args)
+        ready = [self._parts(leaf, layout) for leaf, layout in zip(leaves, compiled.layouts, strict=True)]
+        ready += [list(runtime.split(t, replicated(t.ndim))) for t in compiled.lowered.captured]
+        for leaf, donated in zip(leaves, compiled.donated, strict=True):
+            if donated and isinstance(leaf, Array):
+                object.__setattr__(leaf, "parts", ())
+        del leaves
+        outs = compiled.run(ready)
+        arrays = [
+            Array(v.shape, v.dtype, self.mesh, v.layout, tuple(parts), runtime.coordinate)
+            for v, parts in zip(compiled.program.outputs, outs, strict=True)
+        ]
+        return tree.unflatten(compiled.out_def, arrays)
+
+    def lower(self, *args: Any) -> Program:
+        """Compile for arguments of this form (tensors, Arrays or `ShapeDtype`) and return the program."""
+        return self._compiled(args).program
+
+    def _parts(self, leaf: Any, layout: Layout) -> list[torch.Tensor]:
+        if isinstance(leaf, Array):
+            array = _resharded(leaf, layout)
+            if not array.parts:
+                raise ShardingError(
+                    message(f"{self.name}:", "an argument was donated to an earlier call.",
+                            fix="use the value that call returned, or drop it from donate")  # fmt: skip
+                )
+            return list(array.parts)
+        return list(runtime_of(self.mesh).split(torch.as_tensor(leaf), layout))
+
+    def _compiled(self, args: tuple[Any, ...]) -> _Compiled:
+        pairs, treedef = tree.flatten_with_path(args)
+        metas = [_meta(leaf, self.mesh) for _, leaf in pairs]
+        own = [leaf.layout if isinstance(leaf, Array) else None for _, leaf in pairs]
+        key = (treedef, tuple((m.shape, m.dtype) for m in metas), tuple(own))
+        if key not in self.cache:
+            self.cache[key] = self._compile(args, pairs, treedef, metas, own)
+        return self.cache[key]
+
+    def _compile(
+        self,
+        args: tuple[Any, ...],
+        pairs: Sequence[tuple[tree.Path, Any]],
+        treedef: tree.TreeDef,
+        metas: Sequence[TensorMeta],
+        own: Sequence[Layout | None],
+    ) -> _Compiled:
+        names = [self._arg_name(path) for path, _ in pairs]
+        specs = _spec_leaves(self._in_specs(args), args, f"{self.name}: in_specs")
+        layouts = []
+        for name, spec, meta, held in zip(names, specs, metas, own, strict=True):
+            if spec is None and held is not None:
+                layouts.append(held)
+            else:
+                layouts.append(layout_of(spec, meta.shape, self.mesh, f"{self.name}: {name}"))
+        out_defs: list[tree.TreeDef] = []
+        out_paths: list[list[tree.Path]] = []
+
+        def flat(*values: torch.Tensor) -> list[torch.Tensor]:
+            result = self.fn(*tree.unflatten(treedef, values))
+            out_pairs, out_def = tree.flatten_with_path(result)
+            out_defs[:], out_paths[:] = [out_def], [[path for path, _ in out_pairs]]
+            return [torch.as_tensor(leaf) for _, leaf in out_pairs]
+
+        def out_layouts(values: Sequence[torch.Tensor]) -> list[Layout | None]:
+            where = f"{self.name}: out_specs"
+            wanted = _spec_leaves(self.out_specs, tree.unflatten(out_defs[0], values), where)
+            return [
+                None
+                if spec is None
+                else layout_of(spec, value.shape, self.mesh, f"{self.name}: output{tree.path_string(path)}")  # fmt: skip
+                for spec, value, path in zip(wanted, values, out_paths[0], strict=True)
+            ]
+
+        lowered = self._lower(flat, metas, layouts, out_layouts)
+        program = lowered.program
+        program.names = names + [f"captured {i}" for i in range(len(lowered.captured))]
+        donated = [int(path[0][1:-1]) in self.donate for path, _ in pairs]
+        program.donated = frozenset(
+            v.number for v, gone in zip(program.inputs, donated, strict=False) if gone
+        )
+        if self.options.get("strict") and program.report:
+            raise ShardingError(message(f"{self.name}: strict=True", "does not allow:", *program.report))  # fmt: skip
+        run = None
+        if self.mesh.kind != "abstract":
+            run = runtime_of(self.mesh).prepare(
+                program,
+                check=self.options.get("check", False),
+                deterministic=self.options.get("deterministic", False),
+            )
+        return _Compiled(lowered, run, tuple(layouts), out_defs[0], tuple(donated))
+
+    def _lower(self, flat: Any, metas: Any, layouts: Any, out_layouts: Any) -> Lowered:
+        options = {k: self.options[k] for k in ("names", "rules") if k in self.options}
+        try:
+            return lower(flat, metas, layouts, out_layouts, self.mesh, where=self.name, **options)
+        except DataDependentError as error:
+            raise TraceError(_branch_message(self.name, error)) from error
+
+    def _in_specs(self, args: tuple[Any, ...]) -> Any:
+        specs = self.in_specs
+        if isinstance(specs, P) or specs is None:
+            return specs
+        return tuple(specs) if isinstance(specs, list) else specs
+
+    def _arg_name(self, path: tree.Path) -> str:
+        index = int(path[0][1:-1])
+        try:
+            parameters = list(inspect.signature(self.fn).parameters)
+        except (TypeError, ValueError):
+            parameters = []
+        root = parameters[index] if index < len(parameters) else f"argument {index}"
+        return tree.path_string(path[1:], root)
+
+
+def _branch_message(name: str, error: Exception) -> str:
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        filename = trace.tb_frame.f_code.co_filename
+        if "/torch/" not in filename and "/pfx/" not in filename and not filename.startswith("<"):
+            frames.append(f"{filename.rsplit('/', 1)[-1]}:{trace.tb_lineno}")
+        trace = trace.tb_next
+    where = f" at {frames[-1]}" if frames else ""
+    return message(
+        f"{name}{where}:",
+        "Python needs the value of a traced tensor (an `if`, `while`, `int()`, `float()` or `.item()`).",
+        "a step is traced once, from shapes alone; its values are not known then.",
+        fix="torch.where(condition, a, b) for a choice; pfx.scan for a loop",
+    )
+
+
+def _meta(leaf: Any, mesh: Mesh) -> TensorMeta:
+    if isinstance(leaf, (Array, ShapeDtype)):
+        return TensorMeta(tuple(leaf.shape), leaf.dtype, mesh.device)
+    leaf = torch.as_tensor(leaf)
+    return TensorMeta(tuple(leaf.shape), leaf.dtype, mesh.device)
+
+
+def jit(
+    fn: Callable[..., Any],
+    *,
+    mesh: Mesh,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    donate: Sequence[int] = (),
+    strict: bool = False,
+    check: bool = False,
+    deterministic: bool = False,
+    names: Mapping[str, Any] | None = None,
+    rules: Mapping[Any, str] | None = None,
+) -> Jitted:
+    """Compile a function written for one device into a program for every device of a mesh.
+
+    Law: for any mesh and specs, the result equals ``fn(*args)`` on one device, to rounding.
+
+    Args:
+        fn: a pure function of pytrees of tensors. Transforms (`torch.func.grad`, `vmap`) go inside.
+        mesh: the devices.
+        in_specs: a tuple with a pytree of `P` (or a prefix) per argument. None: an Array keeps its
+            own layout, a tensor is replicated.
+        out_specs: a pytree of `P` (or a prefix) for the result; None lets the compiler choose.
+        donate: positions of arguments whose memory the call may reuse; they are gone afterwards.
+        strict: raise instead of reporting what had to be computed whole or left unsplit.
+        check: simulated mesh only: compute every device's copy and assert equal ones bit-equal.
+        deterministic: process mesh: add in the simulated mesh's order, bit for bit.
+        names: logical dim names to mesh axes, for ``constrain(x, "batch seq embed")``.
+        rules: sharding rules for your own ops, ``{torch.ops.my.op: "b m, m n -> b n"}``.
+
+    Returns:
+        A callable: torch tensors or Arrays in, Arrays out; its ``lower(*args)`` gives the `Program`.
+
+    Raises:
+        ShardingError: for a spec that does not fit, with the key path, the arithmetic and a fix.
+        TraceError: for Python that needs values, global random numbers, or in-place changes.
+
+    >>> from pfx.mesh import make_mesh
+    >>> f = jit(lambda a, b: a @ b, mesh=make_mesh(x=2), in_specs=(P(None, "x"), P("x")))
+    >>> y = f(torch.ones(2, 4), torch.ones(4, 3))
+    >>> y
+    Array(f32[2, 3] on x=2)
+    >>> [c.op for c in f.lower(torch.ones(2, 4), torch.ones(4, 3)).collectives()]
+    ['all_reduce']
+    """
+    options = {"strict": strict, "check": check, "deterministic": deterministic,
+               "names": names, "rules": rules}  # fmt: skip
+    return Jitted(fn, mesh, in_specs, out_specs, donate, options)

@@ -1,0 +1,122 @@
+"""The instructions of a program: typed values, local calls, moves and loops.
+
+Every value has a global shape, a layout and a number. An instruction reads earlier values and makes
+new ones (static single assignment); a loop holds a program of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pfx.compiler.reshard import Move
+from pfx.mesh import Mesh
+from pfx.spec import Axes, Layout, local_bytes, local_shape
+
+if TYPE_CHECKING:
+    from pfx.compiler.program import Program
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """One tensor of a program: its number, global shape, dtype and layout."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+    role: str = ""
+
+    def __str__(self) -> str:
+        return f"%{self.number}"
+
+    @property
+    def type(self) -> str:
+        """The type as printed, e.g. ``f32[8/dp, 128]``."""
+        return self.layout.text(self.shape, self.dtype)
+
+    def local_bytes(self, mesh: Mesh) -> int:
+        """The bytes of one device's part."""
+        return local_bytes(self.shape, self.dtype, self.layout, mesh)
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """The shape of one device's part."""
+        return local_shape(self.shape, self.layout, mesh)
+
+
+@dataclass(frozen=True, eq=False)
+class Compute:
+    """A call of `target` on local tensors; `Value`s in args and kwargs stand for them.
+
+    `offset` lists (axes, local size) of the dims whose global position the call needs.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    ins: tuple[Value, ...]
+    outs: tuple[Value | None, ...]
+    offset: tuple[tuple[Axes, int], ...] = ()
+    source: str = ""
+    many: bool = False  # the call returns a tuple
+
+
+@dataclass(frozen=True, eq=False)
+class Reshard:
+    """One `Move` of one or more values (a bucket) at once."""
+
+    move: Move
+    ins: tuple[Value, ...]
+    outs: tuple[Value, ...]
+    source: str = ""
+    reason: str = ""
+    moves: tuple[Move, ...] = ()  # one per value; dims may differ within a bucket
+
+    @property
+    def communicates(self) -> bool:
+        """Tell a collective from a local slice."""
+        return self.move.kind not in ("slice", "own")
+
+
+@dataclass(frozen=True, eq=False)
+class LoopInstr:
+    """A scan: `body` runs `length` times; operands are carries, xs, consts; outs carries, ys."""
+
+    body: Program
+    num_carry: int
+    num_xs: int
+    length: int
+    reverse: bool
+    ins: tuple[Value, ...]
+    outs: tuple[Value, ...]
+    source: str = ""
+
+
+Instr = Compute | Reshard | LoopInstr
+
+
+def values_in(arg: Any) -> Iterator[Value]:
+    """The values mentioned in a call's arguments, in order."""
+    if isinstance(arg, Value):
+        yield arg
+    elif isinstance(arg, (list, tuple)):
+        for item in arg:
+            yield from values_in(item)
+    elif isinstance(arg, Mapping):
+        for item in arg.values():
+            yield from values_in(item)
+
+
+def last_uses(instrs: Sequence[Instr], outputs: Sequence[Value]) -> list[tuple[int, ...]]:
+    """For each instruction, the numbers of the values nobody reads after it."""
+    alive = {value.number for value in outputs}
+    dead: list[tuple[int, ...]] = []
+    for instr in reversed(instrs):
+        read = {value.number for value in instr.ins}
+        made = {value.number for value in instr.outs if value is not None}
+        dead.append(tuple((read | made) - alive))
+        alive |= read
+    return dead[::-1]

@@ -19,7 +19,8 @@ import torch
 import torch.fx
 from torch._C import _functorch
 from torch._decomp import get_decompositions as _get_decompositions
-from torch._functorch import pyfunctorch
+from torch._functorch import eager_transforms, pyfunctorch
+from torch._functorch import vmap as functorch_vmap
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
@@ -218,6 +219,24 @@ def _bare() -> Iterator[None]:
         _INNERMOST.reset(token)
 
 
+@contextlib.contextmanager
+def _adopting_transforms() -> Iterator[None]:
+    """Let a transform entered inside a trace wrap the stand-in of a foreign tensor, not the tensor.
+
+    Otherwise ``grad(f)(closed_over)`` would differentiate with respect to a wrapper that the trace
+    replaces later, and the gradient would silently be zero.
+    """
+    places = ((eager_transforms, "_wrap_for_grad"), (functorch_vmap, "_add_batch_dim"))
+    originals = [getattr(module, name) for module, name in places]
+    for (module, name), wrap in zip(places, originals, strict=True):
+        setattr(module, name, lambda x, *rest, wrap=wrap: wrap(adopt(x), *rest))
+    try:
+        yield
+    finally:
+        for (module, name), wrap in zip(places, originals, strict=True):
+            setattr(module, name, wrap)
+
+
 def trace(fn: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> Traced:
     """Trace ``fn(*tensors) -> sequence of tensors`` from the metas of `inputs`.
 
@@ -235,7 +254,7 @@ def trace(fn: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> Traced:
         lifts.append(lift)
         token = _INNERMOST.set(lift)
         try:
-            with lift:
+            with lift, _adopting_transforms():
                 return [lift.adopt(out) for out in fn(*args)]
         finally:
             _INNERMOST.reset(token)

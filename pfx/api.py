@@ -16,6 +16,7 @@ from pfx.array import Array
 from pfx.compiler.lower import Lowered, lower
 from pfx.compiler.program import Program
 from pfx.errors import ShardingError, TraceError, TreeError, message
+from pfx.lax.body import trace_body
 from pfx.mesh import Mesh
 from pfx.runtime import runtime_of
 from pfx.spec import Layout, P, layout_of, replicated
@@ -202,7 +203,7 @@ class Jitted:
 
     def _compiled(self, args: tuple[Any, ...]) -> _Compiled:
         pairs, treedef = tree.flatten_with_path(args)
-        metas = [_meta(leaf, self.mesh) for _, leaf in pairs]
+        metas = [_meta(leaf, self.mesh.device) for _, leaf in pairs]
         own = [leaf.layout if isinstance(leaf, Array) else None for _, leaf in pairs]
         key = (treedef, tuple((m.shape, m.dtype) for m in metas), tuple(own))
         if key not in self.cache:
@@ -302,11 +303,9 @@ def _branch_message(name: str, error: Exception) -> str:
     )
 
 
-def _meta(leaf: Any, mesh: Mesh) -> TensorMeta:
-    if isinstance(leaf, (Array, ShapeDtype)):
-        return TensorMeta(tuple(leaf.shape), leaf.dtype, mesh.device)
-    leaf = torch.as_tensor(leaf)
-    return TensorMeta(tuple(leaf.shape), leaf.dtype, mesh.device)
+def _meta(leaf: Any, device: str = "cpu") -> TensorMeta:
+    leaf = leaf if isinstance(leaf, (Array, ShapeDtype)) else torch.as_tensor(leaf)
+    return TensorMeta(tuple(leaf.shape), leaf.dtype, device)
 
 
 def jit(
@@ -357,3 +356,22 @@ def jit(
     options = {"strict": strict, "check": check, "deterministic": deterministic,
                "names": names, "rules": rules}  # fmt: skip
     return Jitted(fn, mesh, in_specs, out_specs, donate, options)
+
+
+def eval_shape(fn: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of a function as `ShapeDtype` leaves, computing and allocating nothing.
+
+    >>> eval_shape(lambda x: {"y": x @ x.T}, ShapeDtype((2, 3)))
+    {'y': ShapeDtype(shape=(2, 2), dtype=torch.float32)}
+    """
+    leaves, treedef = tree.flatten(args)
+    out_defs: list[tree.TreeDef] = []
+
+    def flat(*values: torch.Tensor) -> list[torch.Tensor]:
+        outs, out_def = tree.flatten(fn(*tree.unflatten(treedef, values)))
+        out_defs[:] = [out_def]
+        return [torch.as_tensor(out) for out in outs]
+
+    metas = [_meta(leaf) for leaf in leaves]
+    outs = trace_body(flat, metas)[0].out_metas
+    return tree.unflatten(out_defs[0], [ShapeDtype(m.shape, m.dtype) for m in outs])

@@ -74,6 +74,7 @@ class Reshard:
     source: str = ""
     reason: str = ""
     moves: tuple[Move, ...] = ()  # one per value; dims may differ within a bucket
+    reasons: tuple[tuple[str, str], ...] = ()  # (source, reason) of each value of a bucket
 
     @property
     def communicates(self) -> bool:

@@ -74,7 +74,7 @@ def _sink_operands(node: torch.fx.Node) -> None:
     for i, constraint in moved.items():
         with graph.inserting_before(places[-1].next):
             item = _constrained(graph, places[i], constraint)
-        places[i].replace_all_uses_with(item, lambda user, item=item: user is not item.args[0])
+        places[i].replace_all_uses_with(item, lambda user, item=item: user is not item)
     node.args = tuple(operands)
     node.target = replace(loop, body=_body(loop.body, graph))
 

@@ -1,10 +1,108 @@
-"""Passes over a finished program."""
+"""Passes over a finished program.
+
+`bucket_collectives` joins collectives that can run at the same moment into one message, which is what
+latency-bound backends need: a collective may run anywhere between the definition of its operand and
+the first use of its result. Buckets are placed at the first deadline and take whatever is ready.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pfx.compiler.ir import Instr, LoopInstr, Reshard, Value
 from pfx.compiler.program import Program
+from pfx.mesh import Mesh
 
 
 def bucket_collectives(program: Program, limit: int) -> Program:
     """Join collectives of one kind, axes and dtype into buckets of at most `limit` bytes."""
+    program.instrs = _bucketed(program.instrs, program.inputs, program.mesh, limit)
     return program
+
+
+def _bucketed(
+    instrs: Sequence[Instr], inputs: Sequence[Value], mesh: Mesh, limit: int
+) -> list[Instr]:
+    done = [_inside(instr, limit) for instr in instrs]
+    ready = {v.number: -1 for v in inputs}  # the index after which a value exists
+    deadline: dict[int, int] = {}  # the index of a value's first reader
+    for i, instr in enumerate(done):
+        for value in instr.ins:
+            deadline.setdefault(value.number, i)
+        for out in instr.outs:
+            if out is not None:
+                ready[out.number] = i
+    loose = [i for i, instr in enumerate(done) if isinstance(instr, Reshard) and instr.communicates]
+    first_use = {i: deadline.get(done[i].outs[0].number, len(done)) for i in loose}  # type: ignore[union-attr]
+    placed: dict[int, list[Reshard]] = {}
+    waiting = sorted(loose, key=lambda i: (first_use[i], i))
+    moved: set[int] = set()
+    for i in waiting:
+        if i in moved:
+            continue
+        at = first_use[i]
+        members = _ready_with(i, at, waiting, moved, done, ready, set(loose), mesh, limit)
+        moved |= set(members)
+        bucket = _join([done[k] for k in members])  # type: ignore[list-item]
+        placed.setdefault(at, []).append(bucket)
+        for k in members:
+            ready[done[k].outs[0].number] = at - 1  # type: ignore[union-attr]
+    out: list[Instr] = []
+    for i in range(len(done) + 1):
+        out.extend(placed.get(i, []))
+        if i < len(done) and i not in moved:
+            out.append(done[i])
+    return out
+
+
+def _inside(instr: Instr, limit: int) -> Instr:
+    if not isinstance(instr, LoopInstr):
+        return instr
+    return replace(instr, body=bucket_collectives(instr.body, limit))
+
+
+def _key(instr: Reshard) -> tuple[object, ...]:
+    return instr.move.kind, instr.move.axes, instr.move.reduce, instr.ins[0].dtype
+
+
+def _ready_with(
+    first: int,
+    at: int,
+    waiting: Sequence[int],
+    moved: set[int],
+    instrs: Sequence[Instr],
+    ready: dict[int, int],
+    loose: set[int],
+    mesh: Mesh,
+    limit: int,
+) -> list[int]:
+    """The collectives like `first` whose operands exist just before index `at`."""
+    key = _key(instrs[first])  # type: ignore[arg-type]
+    pending = {instrs[k].outs[0].number for k in loose - moved}  # type: ignore[union-attr]
+    members: list[int] = []
+    total = 0
+    for i in waiting:
+        instr = instrs[i]
+        assert isinstance(instr, Reshard)
+        operand = instr.ins[0]
+        if i in moved or _key(instr) != key or operand.number in pending:
+            continue
+        size = operand.local_bytes(mesh)
+        if ready[operand.number] < at and (not members or total + size <= limit):
+            members.append(i)
+            total += size
+    assert first in members
+    return members
+
+
+def _join(members: Sequence[Reshard]) -> Reshard:
+    if len(members) == 1:
+        return members[0]
+    return replace(
+        members[0],
+        ins=tuple(v for m in members for v in m.ins),
+        outs=tuple(v for m in members for v in m.outs),
+        moves=tuple(m.move for m in members),
+        reasons=tuple((m.source, m.reason) for m in members),
+    )

@@ -82,7 +82,8 @@ def _collectives(program: Program, times: int, buckets: Iterator[int]) -> Iterat
             yield from _collectives(instr.body, times * instr.length, buckets)
         elif isinstance(instr, Reshard) and instr.communicates:
             bucket = next(buckets)
-            for before, after in zip(instr.ins, instr.outs, strict=True):
+            whys = instr.reasons or ((instr.source, instr.reason),)
+            for before, after, (source, reason) in zip(instr.ins, instr.outs, whys, strict=True):
                 larger = after if instr.move.kind == "all_gather" else before
                 yield Collective(
                     instr.move.kind,
@@ -91,8 +92,8 @@ def _collectives(program: Program, times: int, buckets: Iterator[int]) -> Iterat
                     larger.local_bytes(program.mesh),
                     times,
                     larger.local_shape(program.mesh),
-                    instr.source,
-                    instr.reason,
+                    source,
+                    reason,
                     bucket,
                 )
 

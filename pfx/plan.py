@@ -1,0 +1,151 @@
+"""`Plan`: which mesh, which logical dim goes to which axis, and what ZeRO shards over the data axis.
+
+A plan holds no tensors and runs nothing; it answers with specs. ZeRO (Rajbhandari et al. 2020,
+arXiv:1910.02054) is three of them: stage 1 splits the optimizer state over "dp", stage 2 the
+gradients too, stage 3 the parameters too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pfx import tree
+from pfx.compiler.names import spec_of_names
+from pfx.errors import ShardingError, TreeError, message
+from pfx.mesh import Mesh, make_mesh
+from pfx.spec import P
+
+DATA = "dp"
+TENSOR = "tp"
+STACK = "layers"  # the dim a scan runs over is never split by ZeRO
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a training step is spread over devices.
+
+    Attributes:
+        dp: data-parallel devices; the batch is split over them.
+        tp: tensor-parallel devices; heads, mlp and vocabulary are split over them (Shoeybi et al.
+            2019, arXiv:1909.08053).
+        sequence_parallel: split the residual stream's sequence over "tp" too (Korthikanti et al.
+            2022, arXiv:2205.05198): norms, dropout and residuals are not repeated.
+        zero: 0, or the ZeRO stage: optimizer state (1), gradients (2), parameters (3) over "dp".
+        microbatches: the batch is cut into so many, their gradients added, the sum divided once.
+        names: logical dim names to mesh axes, added to or replacing the usual ones.
+        axes: more mesh axes by name and size, for `names` to use.
+
+    >>> plan = Plan(dp=2, tp=2, zero=1)
+    >>> print(plan.mesh())
+    dp=2 tp=2
+    """
+
+    dp: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
+    zero: int = 0
+    microbatches: int = 1
+    names: Mapping[str, Any] = field(default_factory=dict)
+    axes: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "microbatches"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ShardingError(message(f"Plan: {name}={value!r}", "must be an integer of at least 1."))  # fmt: skip
+        if self.zero not in (0, 1, 2, 3):
+            raise ShardingError(
+                message(f"Plan: zero={self.zero!r}", "is no ZeRO stage.", fix="0, 1, 2 or 3")
+            )
+
+    def mesh(self, kind: str | None = None, device: str = "cpu") -> Mesh:
+        """The plan's own mesh: dp, tp, then any further axes."""
+        return make_mesh(kind=kind, device=device, dp=self.dp, tp=self.tp, **self.axes)
+
+    @property
+    def logical_names(self) -> dict[str, Any]:
+        """Every logical dim name the plan knows, with its mesh axes (None: whole)."""
+        usual: dict[str, Any] = {
+            "batch": DATA, "heads": TENSOR, "kv_heads": TENSOR, "mlp": TENSOR, "vocab": TENSOR,
+            "seq": TENSOR if self.sequence_parallel else None,
+            **dict.fromkeys(("tokens", "embed", "head_dim", "qkv", "positions", STACK)),
+        }  # fmt: skip
+        return {**usual, **self.names}
+
+    def compute_specs(self, axes: Any, shapes: Any, mesh: Mesh, report: list[str]) -> Any:
+        """The spec each parameter is computed with: what its logical names say.
+
+        `axes` is a tree of strings like the parameters, `shapes` the parameters or their shapes.
+        Dims that do not divide stay whole; a line in `report` says so.
+        """
+        pairs, treedef = tree.flatten_with_path(shapes)
+        names = _axes_leaves(axes, treedef, pairs)
+        specs = []
+        for (path, leaf), text in zip(pairs, names, strict=True):
+            where = f"params{tree.path_string(path)}"
+            if len(text.split()) != len(leaf.shape):
+                raise ShardingError(
+                    message(f"axes: {where}", f"names {len(text.split())} dims, the parameter has {len(leaf.shape)}.",
+                            f"axes: {text!r}", f"shape: {tuple(leaf.shape)}")  # fmt: skip
+                )
+            note = lambda line, where=where: report.append(f"{where}: {line}")  # noqa: E731
+            specs.append(spec_of_names(text, leaf.shape, self.logical_names, mesh, note))
+        return tree.unflatten(treedef, specs)
+
+    def sharded_specs(self, axes: Any, shapes: Any, mesh: Mesh, report: list[str]) -> Any:
+        """The compute specs, with one more dim of each parameter split over "dp" where one divides."""
+        specs = self.compute_specs(axes, shapes, mesh, [])
+        pairs, treedef = tree.flatten_with_path(shapes)
+        names = _axes_leaves(axes, treedef, pairs)
+        out = []
+        for (path, leaf), text, spec in zip(pairs, names, tree.leaves(specs, _is_spec), strict=True):
+            split = _with_data_axis(spec, text.split(), leaf.shape, mesh)
+            if split is None:
+                report.append(
+                    f"params{tree.path_string(path)}: no dim of {tuple(leaf.shape)} divides by "
+                    f"{DATA}={mesh.shape[DATA]}: ZeRO keeps it whole"
+                )
+            out.append(spec if split is None else split)
+        return tree.unflatten(treedef, out)
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, P)
+
+
+def _axes_leaves(axes: Any, treedef: tree.TreeDef, pairs: Sequence[Any]) -> list[str]:
+    try:
+        return tree.match(treedef, axes, [path for path, _ in pairs])
+    except TreeError as error:
+        raise ShardingError(
+            message("make_train_step: axes", "do not match the parameters.", str(error),
+                    fix="return from axes(config) a tree like init's, with one string per leaf")  # fmt: skip
+        ) from None
+
+
+def _with_data_axis(spec: P, names: list[str], shape: Sequence[int], mesh: Mesh) -> P | None:
+    """Add the data axis to the largest dim it divides; whole dims first, the stack dim never."""
+    n = mesh.shape[DATA]
+    if n == 1:
+        return spec
+    entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in spec]
+    entries += [()] * (len(shape) - len(entries))
+    if any(DATA in e for e in entries):
+        return spec
+    best = None
+    for dim, (name, size, axes) in enumerate(zip(names, shape, entries, strict=True)):
+        local = size // mesh.count(axes)
+        if name == STACK or local % n:
+            continue
+        rank = (not axes, local)
+        if best is None or rank > best[0]:
+            best = (rank, dim)
+    if best is None:
+        return None
+    dim = best[1]
+    entries[dim] = (*entries[dim], DATA)
+    assert math.prod(shape) > 0
+    return P(*(None if not e else e[0] if len(e) == 1 else e for e in entries))

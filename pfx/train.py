@@ -1,0 +1,275 @@
+"""`make_train_step`: loss, optimizer and plan to one compiled, pure training step.
+
+The step is written for one device. What makes it parallel is where its state lives (three trees of
+specs), two constraints per parameter for ZeRO, and the logical names in the model. The loss contract:
+``loss_fn(params, batch, key) -> (loss_sum, weight, metrics)``; sums over microbatches and devices are
+added, and the one division by the whole weight comes at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from pfx import optim, random, tree
+from pfx.api import Jitted, device_put, eval_shape, jit
+from pfx.compiler.program import Program
+from pfx.errors import ShardingError, message
+from pfx.lax import constrain, label, scan
+from pfx.mesh import Mesh
+from pfx.plan import DATA, Plan
+from pfx.spec import P
+
+LossFn = Callable[[Any, Any, Any], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
+
+
+@tree.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything a step needs and returns: parameters, optimizer state, step count and key."""
+
+    params: Any
+    opt_state: Any
+    step: Any
+    key: Any
+
+
+def make_train_step(
+    loss_fn: LossFn,
+    optimizer: optim.GradientTransformation,
+    plan: Plan,
+    *,
+    init: Callable[[torch.Tensor], Any],
+    axes: Any,
+    mesh: Mesh | None = None,
+    donate: bool = True,
+    check: bool = False,
+    deterministic: bool = False,
+) -> TrainStep:
+    """Compile a training step for a plan.
+
+    Law: k steps equal k steps of the same function on one device, for any plan, to rounding.
+
+    Args:
+        loss_fn: ``(params, batch, key) -> (loss_sum, weight, metrics)``, for one device. `metrics`
+            are summed over microbatches like the loss.
+        optimizer: a transform of `pfx.optim`.
+        plan: how to spread it.
+        init: ``key -> params``; run on the mesh, each device drawing its own shards.
+        axes: a tree like the parameters whose leaves name their dims, "layers embed mlp".
+        mesh: the devices; None makes the plan's own (processes under torchrun, simulated elsewhere).
+        donate: let a step reuse the memory of the state it is given.
+        check, deterministic: as in `pfx.jit`.
+
+    Returns:
+        A `TrainStep` with ``init(key) -> state`` and ``step(state, batch) -> (state, metrics)``;
+        metrics hold loss (the weighted mean), weight, grad_norm (before clipping) and lr.
+    """
+    options = {"check": check, "deterministic": deterministic}
+    return TrainStep(loss_fn, optimizer, plan, init, axes, mesh or plan.mesh(), donate, options)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainStep:
+    """A compiled training step; made by `make_train_step`."""
+
+    loss_fn: LossFn
+    optimizer: optim.GradientTransformation
+    plan: Plan
+    init_fn: Callable[[torch.Tensor], Any]
+    axes: Any
+    mesh: Mesh
+    donate: bool
+    options: dict[str, bool]
+
+    # Where the state lives ----------------------------------------------------------------------
+
+    @cached_property
+    def shapes(self) -> TrainState:
+        """The state's shapes and dtypes, without memory."""
+        return eval_shape(self._fresh_state, random.key(0))
+
+    @cached_property
+    def report(self) -> list[str]:
+        """What the plan could not split, one line each."""
+        lines: list[str] = []
+        self.plan.compute_specs(self.axes, self.shapes.params, self.mesh, lines)
+        if self.plan.zero:
+            self.plan.sharded_specs(self.axes, self.shapes.params, self.mesh, lines)
+        return lines
+
+    @cached_property
+    def compute_specs(self) -> Any:
+        """The spec each parameter is computed with."""
+        return self.plan.compute_specs(self.axes, self.shapes.params, self.mesh, [])
+
+    @cached_property
+    def sharded_specs(self) -> Any:
+        """The spec of what ZeRO shards; the compute specs at stage 0."""
+        if not self.plan.zero:
+            return self.compute_specs
+        return self.plan.sharded_specs(self.axes, self.shapes.params, self.mesh, [])
+
+    @cached_property
+    def state_specs(self) -> TrainState:
+        """Where parameters and optimizer state are kept between steps."""
+        kept = self.sharded_specs if self.plan.zero >= 3 else self.compute_specs
+        state = self._mirrored(self.shapes.opt_state, self.sharded_specs)
+        return TrainState(kept, state, P(), P())
+
+    def _mirrored(self, opt_state: Any, specs: Any) -> Any:
+        """Give each leaf of the optimizer state the spec of the parameter it mirrors, if any."""
+        pairs, _ = tree.flatten_with_path(self.shapes.params)
+        flat = tree.leaves(specs, lambda node: isinstance(node, P))
+        known = [(path, tuple(leaf.shape), spec) for (path, leaf), spec in zip(pairs, flat, strict=True)]
+
+        def spec_of(path: tree.Path, leaf: Any) -> P:
+            for suffix, shape, spec in known:
+                if path[len(path) - len(suffix) :] == suffix and tuple(leaf.shape) == shape:
+                    return spec
+            return P()
+
+        return tree.map_with_path(spec_of, opt_state)
+
+    def batch_specs(self, batch: Any) -> Any:
+        """Every leaf split on dim 0 as the logical name "batch" says."""
+        axis = self.plan.logical_names["batch"]
+        return tree.map(lambda leaf: P(axis) if len(leaf.shape) else P(), batch)
+
+    # Making a state -----------------------------------------------------------------------------
+
+    def _fresh_state(self, key: torch.Tensor) -> TrainState:
+        init_key, step_key = random.split(key).unbind(0)
+        params = self.init_fn(init_key)
+        return TrainState(params, self.optimizer.init(params), _zero_count(key), step_key)
+
+    def init(self, key: torch.Tensor) -> TrainState:
+        """Draw a state on the mesh; no device ever holds a parameter it does not keep."""
+        return jit(self._fresh_state, mesh=self.mesh, out_specs=self.state_specs)(key)
+
+    def state_of(self, params: Any, key: torch.Tensor) -> TrainState:
+        """Put given parameters (global tensors) on the mesh, with a fresh optimizer state."""
+
+        def fresh(params: Any, key: torch.Tensor) -> TrainState:
+            return TrainState(params, self.optimizer.init(params), _zero_count(key), key)
+
+        placed = device_put(params, self.mesh, self.state_specs.params)
+        return jit(fresh, mesh=self.mesh, out_specs=self.state_specs)(placed, key)
+
+    # The step -----------------------------------------------------------------------------------
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        """Run one step; `batch` holds global tensors or Arrays, dim 0 the batch."""
+        return self._compiled(batch)(state, batch)
+
+    def lower(self, batch: Any) -> Program:
+        """The program of a step for a batch of this form, from shapes alone."""
+        return self._compiled(batch).lower(self.shapes, batch)
+
+    def _compiled(self, batch: Any) -> Jitted:
+        key = (tree.structure(batch), tuple(tuple(leaf.shape) for leaf in tree.leaves(batch)))
+        if key not in self._jitted:
+            self._check_batch(batch)
+            self._jitted[key] = jit(
+                self.pure_step,
+                mesh=self.mesh,
+                in_specs=(self.state_specs, self.batch_specs(batch)),
+                out_specs=(self.state_specs, P()),
+                donate=(0,) if self.donate else (),
+                names=self.plan.logical_names,
+                **self.options,
+            )
+        return self._jitted[key]
+
+    @cached_property
+    def _jitted(self) -> dict[Any, Jitted]:
+        return {}
+
+    def _check_batch(self, batch: Any) -> None:
+        pairs, _ = tree.flatten_with_path(batch)
+        axis = self.plan.logical_names["batch"]
+        axes = (axis,) if isinstance(axis, str) else tuple(axis or ())
+        n, m = self.mesh.count(axes), self.plan.microbatches
+        for path, leaf in pairs:
+            if len(leaf.shape) and leaf.shape[0] % (n * m):
+                size = leaf.shape[0]
+                raise ShardingError(
+                    message(
+                        f"train step: batch{tree.path_string(path)}",
+                        "cannot be cut into equal parts.",
+                        f"dim 0 (size {size}) over {m} microbatches x {n} data-parallel devices; "
+                        f"{size} % {m * n} = {size % (m * n)}.",
+                        f"mesh: {self.mesh}",
+                        fix=f"use a batch of {size - size % (m * n) + m * n}, padded with label -100",
+                    )
+                )
+
+    def pure_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        """The step itself, a pure function for one device; what `step` compiles."""
+        key = random.fold_in(state.key, state.step)
+        grads, loss_sum, weight, metrics = self._accumulate(state.params, batch, key)
+        scale = torch.where(weight > 0, 1 / torch.where(weight > 0, weight, 1), 0)
+        grads = label(tree.map(lambda g: g * scale.to(g.dtype), grads), "gradients")
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+        params = optim.apply_updates(state.params, updates)
+        norm = optim.pre_clip_norm(opt_state)
+        metrics = {
+            **metrics,
+            "loss": loss_sum * scale.to(loss_sum.dtype),
+            "weight": weight,
+            "grad_norm": optim.global_norm(grads) if norm is None else norm,
+        }
+        if (rate := optim.learning_rate(opt_state)) is not None:
+            metrics["lr"] = rate
+        return TrainState(params, opt_state, state.step + 1, state.key), metrics
+
+    def _accumulate(self, params: Any, batch: Any, key: torch.Tensor) -> tuple[Any, ...]:
+        """Gradients, loss sum, weight and metrics, summed over the microbatches."""
+        if self.plan.microbatches == 1:
+            return self._gradients(params, batch, random.fold_in(key, 0))
+        count = self.plan.microbatches
+        cut = tree.map(lambda leaf: _interleave(leaf, count), batch)
+        sums = eval_shape(self.loss_fn, params, tree.map(lambda x: x[0], cut), key)
+        start = label(tree.map(torch.zeros_like, params), "gradients")
+        zeros = (start, *tree.map(lambda s: torch.zeros(s.shape, dtype=s.dtype, device=key.device), sums))
+        index = torch.arange(count, device=key.device)
+
+        def add(total: Any, item: Any) -> tuple[Any, None]:
+            now = self._gradients(params, item[0], random.fold_in(key, item[1]))
+            return tree.map(torch.add, total, now), None
+
+        return scan(add, zeros, (cut, index))[0]
+
+    def _gradients(self, params: Any, batch: Any, key: torch.Tensor) -> tuple[Any, ...]:
+        """The gradient of one microbatch's loss sum, and the sums of the loss contract."""
+
+        def loss(params: Any) -> tuple[torch.Tensor, Any]:
+            loss_sum, weight, metrics = self.loss_fn(self._gathered(params), batch, key)
+            return loss_sum, (loss_sum, weight, metrics)
+
+        grads, (loss_sum, weight, metrics) = torch.func.grad(loss, has_aux=True)(params)
+        return label(grads, "gradients"), loss_sum, weight, metrics
+
+    def _gathered(self, params: Any) -> Any:
+        """ZeRO 2 and 3: compute with whole parameters, hand back sharded gradients."""
+        if self.plan.zero < 2 or self.mesh.shape.get(DATA, 1) == 1:
+            return params
+        return constrain(params, self.compute_specs, grad_spec=self.sharded_specs)
+
+    def on_one_device(self) -> TrainStep:
+        """The same step on a mesh of one device: the oracle of every plan."""
+        alone = replace(self.plan, dp=1, tp=1, zero=0, sequence_parallel=False, axes={})
+        return replace(self, plan=alone, mesh=alone.mesh(kind="simulated", device=self.mesh.device))
+
+
+def _zero_count(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int64, device=like.device)
+
+
+def _interleave(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Cut dim 0 into `count` microbatches of every count-th row, so that each spans all devices."""
+    return x.reshape(x.shape[0] // count, count, *x.shape[1:]).movedim(1, 0)

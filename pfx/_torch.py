@@ -22,6 +22,7 @@ from torch._decomp import get_decompositions as _get_decompositions
 from torch._functorch import eager_transforms, pyfunctorch
 from torch._functorch import vmap as functorch_vmap
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     get_proxy_slot,
@@ -259,7 +260,11 @@ def trace(fn: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> Traced:
         finally:
             _INNERMOST.reset(token)
 
-    with _bare(), torch.autograd.set_multithreading_enabled(False):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_bare())
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        # Without it the gradient of a change in place looks at memory by strides.
+        stack.enter_context(_force_original_view_tracking(True))
         fakes = [fake_tensor(TensorMeta.of(value), mode) for value in inputs]
         module = make_fx(run, tracing_mode="fake")(*fakes)
     captured = _hoist_captured(module.graph, len(fakes), lifts[0].captured)
@@ -351,6 +356,20 @@ def differentiated_here(tensors: Sequence[Any]) -> bool:
 def decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
     """Return torch's own decompositions of the given ops into simpler ones."""
     return dict(_get_decompositions(list(ops)))
+
+
+def fake_mode_of(graph: torch.fx.Graph) -> FakeTensorMode:
+    """Return the mode that the values of a traced graph belong to."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+
+
+def fake_call(
+    op: Callable[..., Any], args: Sequence[Any], kwargs: Any, mode: FakeTensorMode
+) -> Any:
+    """Run an op on fake tensors: the form of its result, without memory."""
+    with _bare(), mode:
+        return op(*args, **kwargs)
 
 
 def is_fake(value: Any) -> bool:

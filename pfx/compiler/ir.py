@@ -121,3 +121,16 @@ def last_uses(instrs: Sequence[Instr], outputs: Sequence[Value]) -> list[tuple[i
         dead.append(tuple((read | made) - alive))
         alive |= read
     return dead[::-1]
+
+
+def streams_of(instrs: Sequence[Instr], outputs: Sequence[Value]) -> frozenset[int]:
+    """Numbers of the ys of loops whose every reader is a loop that takes them as xs."""
+    found: set[int] = set()
+    elsewhere = {value.number for value in outputs}
+    for instr in instrs:
+        sliced: range = range(0)
+        if isinstance(instr, LoopInstr):
+            found |= {v.number for v in instr.outs[instr.num_carry :]}
+            sliced = range(instr.num_carry, instr.num_carry + instr.num_xs)
+        elsewhere |= {v.number for i, v in enumerate(instr.ins) if i not in sliced}
+    return frozenset(found - elsewhere)

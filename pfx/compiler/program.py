@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from pfx.compiler.ir import Instr, LoopInstr, Reshard, Value
+from pfx.compiler.ir import Instr, LoopInstr, Reshard, Value, streams_of
 from pfx.compiler.memory import Memory, memory_of
 from pfx.mesh import Mesh
 from pfx.spec import Axes, dtype_name
@@ -54,6 +55,11 @@ class Program:
     names: list[str] = field(default_factory=list)  # key paths of the inputs
     donated: frozenset[int] = frozenset()  # numbers of inputs whose memory may be reused
     report: list[str] = field(default_factory=list)  # what the compiler had to fall back on
+
+    @cached_property
+    def streams(self) -> frozenset[int]:
+        """Stacked results that only other loops read, slice by slice: they need no stacking."""
+        return streams_of(self.instrs, self.outputs)
 
     def text(self) -> str:
         """The whole program, one line per instruction."""

@@ -1,7 +1,7 @@
 """The pure counterpart of an op that writes into its operands.
 
 torch names it by a rule: ``add_.Tensor`` and ``add.out`` both belong to ``add.Tensor``, the overload of
-the same name with the same arguments that writes nothing.
+the same name that takes the same arguments and writes nothing.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ import torch
 
 aten = torch.ops.aten
 
-# Not marked as writing in their schemas, and yet they update the running statistics they are given.
+# Not marked as writing in its schema, and yet it updates the running statistics it is given.
 _HIDDEN: dict[Any, Any] = {
     aten.native_batch_norm.default: aten._native_batch_norm_legit_functional.default,
 }
 _HIDDEN_WRITES = ("running_mean", "running_var")
+_OPTIONS = ("dtype", "layout", "device", "pin_memory")  # an ``out=`` brings its own
+_RENAMED = {"__ilshift__": "__lshift__", "__irshift__": "__rshift__"}
 
 
 @dataclass(frozen=True)
 class PureForm:
-    """A pure op: its results are the `num_fresh` returns of the original, then what is `written`."""
+    """A pure op: first the `num_fresh` results that were new anyway, then what would be `written`."""
 
     op: Any
     written: tuple[str, ...]
     num_fresh: int
+    options: bool  # whether it must be told the dtype and device of what would be written
 
 
 def is_op(target: Any) -> bool:
@@ -37,7 +40,7 @@ def is_op(target: Any) -> bool:
 
 def arguments(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Name the arguments of a call; those not given are absent."""
-    names = [a.name for a in op._schema.arguments]
+    names = [argument.name for argument in op._schema.arguments]
     return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
@@ -60,30 +63,31 @@ def pure_form(op: Any) -> PureForm | None:
     """
     schema = op._schema
     if op in _HIDDEN:
-        return PureForm(_HIDDEN[op], _HIDDEN_WRITES, len(schema.returns))
-    written = tuple(a.name for a in schema.arguments if _is_written(a))
+        return PureForm(_HIDDEN[op], _HIDDEN_WRITES, len(schema.returns), options=False)
+    written = tuple(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
     fresh = sum(r.alias_info is None for r in schema.returns)
     wanted = [_form(a) for a in schema.arguments if not a.is_out]
-    for packet in _packets(op):
-        overloads = [getattr(packet, name) for name in packet.overloads()]
-        for other in sorted(overloads, key=lambda o: o._overloadname != op._overloadname):
-            found = other._schema
-            if not found.is_mutable and [_form(a) for a in found.arguments] == wanted:
-                return PureForm(other, written, fresh)
+    for other in _candidates(op):
+        found = [_form(a) for a in other._schema.arguments]
+        if found == wanted:
+            return PureForm(other, written, fresh, options=False)
+        if [form for form in found if form[0] not in _OPTIONS] == wanted:
+            return PureForm(other, written, fresh, options=True)
     return None
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _form(argument: Any) -> tuple[str, str]:
     return argument.name, str(argument.type)
 
 
-def _packets(op: Any) -> list[Any]:
+def _candidates(op: Any) -> list[Any]:
+    """The overloads that write nothing and bear the name of `op`, its own overload name first."""
     namespace, name = op._schema.name.split("::")
-    library = getattr(torch.ops, namespace)
-    plain = name.removesuffix("_")
-    names = (plain, f"{plain}_functional", f"_{plain}_functional")
-    return [getattr(library, n) for n in names if hasattr(library, n)]
+    plain = _RENAMED.get(name, name.removesuffix("_"))
+    library, found = getattr(torch.ops, namespace), []
+    for packet_name in (plain, f"{plain}_functional", f"_{plain}_functional"):
+        if hasattr(library, packet_name):
+            packet = getattr(library, packet_name)
+            found += [getattr(packet, overload) for overload in packet.overloads()]
+    same_first = sorted(found, key=lambda other: other._overloadname != op._overloadname)
+    return [other for other in same_first if not other._schema.is_mutable]

@@ -17,6 +17,7 @@ from pfx.compiler.program import Program
 from pfx.compiler.reshard import Move
 from pfx.mesh import Mesh
 from pfx.runtime import collectives
+from pfx.runtime.local import local_call
 from pfx.runtime.step import Step
 
 Parts = list[torch.Tensor]
@@ -95,7 +96,7 @@ class Simulated:
         def wrapped(ins: list[Parts]) -> list[Parts]:
             outs = run(ins)
             for value, parts in zip(instr.outs, outs, strict=True):
-                if value is not None:
+                if value is not None and value.number not in self.program.streams:
                     self.assert_equal_copies(value, parts)
             return outs
 
@@ -132,24 +133,34 @@ class Simulated:
 
     # Loops --------------------------------------------------------------------------------------
 
-    def prepare_loop(self, instr: LoopInstr) -> Callable[[list[Parts]], list[Parts]]:
+    def prepare_loop(self, instr: LoopInstr) -> Callable[[list[Any]], list[Any]]:
+        """Run the body slice by slice; a stream is kept as one list of parts per iteration."""
         body = Simulated(instr.body, check=self.check)
         c, x = instr.num_carry, instr.num_xs
         order = list(reversed(range(instr.length))) if instr.reverse else list(range(instr.length))
+        streams = self.program.streams
+        streamed = [value.number in streams for value in instr.ins[c : c + x]]
+        keep = [value.number in streams for value in instr.outs[c:]]
 
-        def run(ins: list[Parts]) -> list[Parts]:
+        def run(ins: list[Any]) -> list[Any]:
             carry, xs, consts = ins[:c], ins[c : c + x], ins[c + x :]
-            ys: list[Parts] = []
+            ys: list[Any] = [[None] * instr.length if kept else None for kept in keep]
             for i in order:
-                rows = [[part[i] for part in parts] for parts in xs]
-                now = [*carry, *rows, *consts]
+                now = [
+                    parts[i] if is_stream else [part[i] for part in parts]
+                    for parts, is_stream in zip(xs, streamed, strict=True)
+                ]
+                now = [*carry, *now, *consts]
                 carry = []  # the body frees it at its last use
                 outs = body(now)
                 carry = outs[:c]
-                if not ys:
-                    ys = [[_stack_of(part, instr.length) for part in parts] for parts in outs[c:]]
-                for stacked, parts in zip(ys, outs[c:], strict=True):
-                    for whole, part in zip(stacked, parts, strict=True):
+                for j, parts in enumerate(outs[c:]):
+                    if keep[j]:
+                        ys[j][i] = parts
+                        continue
+                    if ys[j] is None:
+                        ys[j] = [_stack_of(part, instr.length) for part in parts]
+                    for whole, part in zip(ys[j], parts, strict=True):
                         whole[i] = part
             return [*carry, *ys]
 
@@ -221,45 +232,3 @@ def _columns(rows: list[Any], instr: Compute) -> list[Parts]:
     if not instr.many:
         return [rows]
     return [list(column) for column in zip(*rows, strict=True)]
-
-
-def local_call(instr: Compute) -> Callable[[Sequence[torch.Tensor], Any], Any]:
-    """A function of the operands' local tensors (in the order of `ins`) and the offset."""
-    target, kwargs = instr.target, dict(instr.kwargs)
-    positions = {value.number: i for i, value in enumerate(instr.ins)}
-    flat = all(isinstance(a, Value) or not isinstance(a, (list, tuple)) or not _has_value(a)
-               for a in instr.args) and not any(map(_has_value, kwargs.values()))  # fmt: skip
-    if flat:
-        template = [(positions[a.number], None) if isinstance(a, Value) else (-1, a) for a in instr.args]  # fmt: skip
-        if instr.offset:
-            return lambda ins, offset: target(
-                *[ins[i] if i >= 0 else a for i, a in template], **kwargs, offset=offset
-            )
-        if all(i == k for k, (i, _) in enumerate(template)) and not kwargs:
-            return lambda ins, _: target(*ins)
-        return lambda ins, _: target(*[ins[i] if i >= 0 else a for i, a in template], **kwargs)
-
-    def nested(ins: Sequence[torch.Tensor], offset: Any) -> Any:
-        args = _fill(instr.args, ins, positions)
-        named = _fill(kwargs, ins, positions)
-        return target(*args, **named, **({"offset": offset} if instr.offset else {}))
-
-    return nested
-
-
-def _has_value(arg: Any) -> bool:
-    if isinstance(arg, (list, tuple)):
-        return any(map(_has_value, arg))
-    return isinstance(arg, Value)
-
-
-def _fill(arg: Any, ins: Sequence[torch.Tensor], positions: Mapping[int, int]) -> Any:
-    if isinstance(arg, Value):
-        return ins[positions[arg.number]]
-    if isinstance(arg, (list, tuple)):
-        return type(arg)(_fill(item, ins, positions) for item in arg)
-    if isinstance(arg, dict):
-        return {key: _fill(item, ins, positions) for key, item in arg.items()}
-    return arg
-
-

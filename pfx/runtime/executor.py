@@ -1,0 +1,111 @@
+"""Run a program on one device of a mesh; what other devices hold comes through its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pfx.compiler.ir import Compute, Instr, LoopInstr, Reshard, last_uses
+from pfx.compiler.program import Program
+from pfx.mesh import Coordinate
+from pfx.runtime.local import local_call
+from pfx.runtime.moves import prepare_reshard
+from pfx.runtime.reduction import Group
+from pfx.runtime.step import Step
+from pfx.spec import Axes
+
+Run = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+
+
+class Executor:
+    """An executable program: prepared once, called with this device's part of every input."""
+
+    def __init__(
+        self,
+        program: Program,
+        coordinate: Coordinate,
+        group: Callable[[Axes], Group],
+        *,
+        deterministic: bool,
+    ) -> None:
+        self.program, self.mesh = program, program.mesh
+        self.coordinate, self.group, self.deterministic = coordinate, group, deterministic
+        dead = last_uses(program.instrs, program.outputs)
+        self.steps = [
+            Step(
+                self.prepare(instr),
+                tuple(value.number for value in instr.ins),
+                tuple(-1 if value is None else value.number for value in instr.outs),
+                gone,
+            )
+            for instr, gone in zip(program.instrs, dead, strict=True)
+        ]
+
+    def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Run on the parts of every input; empties `inputs`, so that they can be freed."""
+        env = {
+            value.number: part for value, part in zip(self.program.inputs, inputs, strict=True)
+        }
+        inputs.clear()
+        for step in self.steps:
+            step(env)
+        return [env[value.number] for value in self.program.outputs]
+
+    def prepare(self, instr: Instr) -> Run:
+        """Compile one instruction into a function from operand parts to result parts."""
+        if isinstance(instr, Compute):
+            return self.compute(instr)
+        if isinstance(instr, LoopInstr):
+            return self.loop(instr)
+        return self.reshard(instr)
+
+    def compute(self, instr: Compute) -> Run:
+        """A local call, told where this device's part begins if it asks."""
+        call = local_call(instr)
+        offset = tuple(self.mesh.index(self.coordinate, axes) * n for axes, n in instr.offset)
+        if instr.many:
+            return lambda ins: list(call(ins, offset))
+        return lambda ins: [call(ins, offset)]
+
+    def reshard(self, instr: Reshard) -> Run:
+        """One collective for a whole bucket."""
+        group = self.group(instr.move.axes)
+        return prepare_reshard(instr, self.mesh, group, deterministic=self.deterministic)
+
+    def loop(self, instr: LoopInstr) -> Run:
+        """Run the body once per row of xs, handing the carry on."""
+        body = Executor(
+            instr.body, self.coordinate, self.group, deterministic=self.deterministic
+        )
+        c, x = instr.num_carry, instr.num_xs
+        order = range(instr.length)[:: -1 if instr.reverse else 1]
+
+        def run(ins: list[torch.Tensor]) -> list[torch.Tensor]:
+            carry, xs, consts = ins[:c], ins[c : c + x], ins[c + x :]
+            ins.clear()
+            ys: list[torch.Tensor] = []
+            for i in order:
+                now = [*carry, *(part[i] for part in xs), *consts]
+                carry = []  # the body frees it at its last use
+                outs = body(now)
+                carry, rows = outs[:c], outs[c:]
+                if not ys:
+                    ys = [_stack_of(row, instr.length) for row in rows]
+                for whole, row in zip(ys, rows, strict=True):
+                    whole[i] = row
+            return [*carry, *ys]
+
+        return run
+
+
+def _stack_of(row: torch.Tensor, length: int) -> torch.Tensor:
+    return row.new_empty((length, *row.shape))
+
+
+def parts_of(values: list[Any]) -> list[torch.Tensor]:
+    """The one part each value has on a device; empties the lists, so that parts can be freed."""
+    parts = [value.pop() for value in values]
+    values.clear()
+    return parts

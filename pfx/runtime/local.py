@@ -1,0 +1,57 @@
+"""One device's share of a local call: a function of the operands' tensors, ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pfx.compiler.ir import Compute, Value, values_in
+
+Call = Callable[[Sequence[torch.Tensor], Any], Any]
+
+
+def local_call(instr: Compute) -> Call:
+    """A function of the operands' local tensors (in the order of `ins`) and the offset."""
+    positions = {value.number: i for i, value in enumerate(instr.ins)}
+    nested = [a for a in instr.args if not isinstance(a, Value)]
+    if any(values_in([*nested, *instr.kwargs.values()])):
+        return _nested(instr, positions)
+    return _flat(instr, positions)
+
+
+def _flat(instr: Compute, positions: Mapping[int, int]) -> Call:
+    """Operands are arguments themselves: a position each, the constants at -1."""
+    target, kwargs = instr.target, dict(instr.kwargs)
+    template = [
+        (positions[a.number], None) if isinstance(a, Value) else (-1, a) for a in instr.args
+    ]
+    if instr.offset:
+        return lambda ins, offset: target(
+            *[ins[i] if i >= 0 else a for i, a in template], **kwargs, offset=offset
+        )
+    if all(i == k for k, (i, _) in enumerate(template)) and not kwargs:
+        return lambda ins, _: target(*ins)
+    return lambda ins, _: target(*[ins[i] if i >= 0 else a for i, a in template], **kwargs)
+
+
+def _nested(instr: Compute, positions: Mapping[int, int]) -> Call:
+    """Operands are also inside lists (a concat) or keywords."""
+
+    def call(ins: Sequence[torch.Tensor], offset: Any) -> Any:
+        args = _fill(instr.args, ins, positions)
+        kwargs = _fill(dict(instr.kwargs), ins, positions)
+        return instr.target(*args, **kwargs, **({"offset": offset} if instr.offset else {}))
+
+    return call
+
+
+def _fill(arg: Any, ins: Sequence[torch.Tensor], positions: Mapping[int, int]) -> Any:
+    if isinstance(arg, Value):
+        return ins[positions[arg.number]]
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(_fill(item, ins, positions) for item in arg)
+    if isinstance(arg, dict):
+        return {key: _fill(item, ins, positions) for key, item in arg.items()}
+    return arg

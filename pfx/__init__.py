@@ -34,4 +34,5 @@ from pfx import tree as tree
 # Training.
 from pfx.plan import Plan as Plan
 from pfx.train import TrainState as TrainState
+from pfx.train import TrainStep as TrainStep
 from pfx.train import make_train_step as make_train_step

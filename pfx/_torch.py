@@ -13,7 +13,7 @@ import contextvars
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.fx
@@ -268,6 +268,7 @@ def trace(fn: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> Traced:
         fakes = [fake_tensor(TensorMeta.of(value), mode) for value in inputs]
         module = make_fx(run, tracing_mode="fake")(*fakes)
     captured = _hoist_captured(module.graph, len(fakes), lifts[0].captured)
+    captured += _lift_literals(module)
     module.recompile()
     return Traced(module, captured, len(fakes))
 
@@ -288,6 +289,28 @@ def _hoist_captured(
         if i >= num_inputs:
             kept.append(captured[i - num_inputs])
     return kept
+
+
+def _lift_literals(module: torch.fx.GraphModule) -> list[torch.Tensor]:
+    """Make a tensor literal a number where it has no dims, else an input: bodies hold no data."""
+    graph, lifted = module.graph, []
+    for node in [node for node in graph.nodes if node.op == "get_attr"]:
+        value = getattr(module, node.target)
+        if value.ndim:
+            lifted.append(value)
+            first = next(n for n in graph.nodes if n.op != "placeholder")
+            with graph.inserting_before(first):
+                new = graph.placeholder(f"literal_{len(lifted)}")
+        else:
+            with _bare():
+                number = value.item()
+            options = {"dtype": value.dtype, "device": value.device}
+            with graph.inserting_before(node):
+                new = graph.call_function(torch.ops.aten.full.default, ([], number), options)
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+    return lifted
 
 
 def is_tracing() -> bool:
@@ -312,18 +335,28 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return out
 
 
-def bind(
-    primitive: Callable[..., tuple[torch.Tensor, ...]],
-    operands: Sequence[torch.Tensor],
-    out_metas: Sequence[TensorMeta],
-) -> tuple[torch.Tensor, ...]:
-    """Record ``primitive(*operands)`` as one node of the running trace, or run it outside one.
+class Primitive(Protocol):
+    """An op of ours: a value with a name, whose parameters are its own fields.
 
-    A primitive is a callable value with a `__name__`; its parameters are its own fields.
+    Calling it applies it under whatever transform is active, so a graph that holds it can be run
+    and traced again; `compute` is what it does to plain tensors.
     """
+
+    @property
+    def __name__(self) -> str: ...
+
+    def __call__(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]: ...
+
+    def compute(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]: ...
+
+
+def bind(
+    primitive: Primitive, operands: Sequence[torch.Tensor], out_metas: Sequence[TensorMeta]
+) -> tuple[torch.Tensor, ...]:
+    """Record ``primitive(*operands)`` as one node of the running trace, or compute it outside one."""
     lift = _INNERMOST.get()
     if lift is None:
-        return primitive(*operands)
+        return primitive.compute(*operands)
     tracer, mode = lift.tracer, lift.fake_mode
     operands = [lift.adopt(x) for x in operands]
     with _bare():

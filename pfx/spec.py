@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -89,6 +89,19 @@ class Layout:
         owed = "".join(f"+{axis}" for axis in self.partial)
         kind = "" if self.reduce == "sum" or not self.partial else f"({self.reduce})"
         return f"{dtype_name(dtype)}[{dims}]{owed}{kind}"
+
+
+def effective(layout: Layout, mesh: Mesh) -> Layout:
+    """The same placement without the axes of size 1, which split nothing and owe nothing.
+
+    >>> from pfx.mesh import make_mesh
+    >>> effective(Layout((("dp",), ("dp", "tp"))), make_mesh(dp=1, tp=2)).dims
+    ((), ('tp',))
+    """
+    if all(mesh.shape[axis] > 1 for axis in layout.axes):
+        return layout
+    real = lambda axes: tuple(axis for axis in axes if mesh.shape[axis] > 1)  # noqa: E731
+    return replace(layout, dims=tuple(map(real, layout.dims)), partial=real(layout.partial))
 
 
 def replicated(ndim: int) -> Layout:

@@ -262,7 +262,8 @@ class TrainStep:
 
     def on_one_device(self) -> TrainStep:
         """The same step on a mesh of one device: the oracle of every plan."""
-        alone = replace(self.plan, dp=1, tp=1, zero=0, sequence_parallel=False, axes={})
+        axes = dict.fromkeys(self.plan.axes, 1)  # still there, for the plan's names to mention
+        alone = replace(self.plan, dp=1, tp=1, zero=0, sequence_parallel=False, axes=axes)
         return replace(self, plan=alone, mesh=alone.mesh(kind="simulated", device=self.mesh.device))
 
 

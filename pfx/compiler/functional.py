@@ -1,4 +1,4 @@
-"""Refuse what cannot be part of a pure step: torch's global RNG, and inputs changed in place."""
+"""Refuse what cannot be part of a pure step: torch's global random number generator."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ aten = torch.ops.aten
 
 
 def check_pure(module: torch.fx.GraphModule, where: str) -> None:
-    """Raise `TraceError` for a random op or a mutation in a graph or in its loops' bodies."""
+    """Raise `TraceError` for a random op in a graph or in its loops' bodies."""
     for node in module.graph.nodes:
         if isinstance(node.target, Loop):
             check_pure(node.target.body.module, where)
         elif isinstance(node.target, torch._ops.OpOverload):
             _check_random(node, where)
-            _check_mutation(node, where)
 
 
 def _line(node: torch.fx.Node) -> str:
@@ -50,26 +49,3 @@ def _drops_nothing(node: torch.fx.Node) -> bool:
             value = node.args[i] if len(node.args) > i else node.kwargs.get("dropout_p", 0.0)
             return value == 0.0
     return False
-
-
-def _check_mutation(node: torch.fx.Node, where: str) -> None:
-    target: Any = node.target
-    if not target._schema.is_mutable:
-        return
-    root = node.args[0]
-    while isinstance(root, torch.fx.Node) and root.op == "call_function" and root.args:
-        returns = getattr(root.target, "_schema", None)
-        if returns is None or all(r.alias_info is None for r in returns.returns):
-            break
-        root = root.args[0]
-    is_input = isinstance(root, torch.fx.Node) and root.op == "placeholder"
-    name = str(target.overloadpacket).removeprefix("aten.")
-    what = "changes an input in place." if is_input else "changes a tensor in place."
-    raise TraceError(
-        message(
-            f"{where}: {name} {_line(node)}".rstrip(),
-            what,
-            "a step must be a pure function of its arguments.",
-            fix=f"use the out-of-place form ({name.rstrip('_')}) and return the new value",
-        )
-    )

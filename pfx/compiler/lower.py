@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from pfx.compiler.passes import bucket_collectives
 from pfx.compiler.program import Program
 from pfx.compiler.propagate import Context, propagate
 from pfx.compiler.simplify import simplify
+from pfx.lax.functionalize import functionalize
 from pfx.mesh import Mesh
-from pfx.spec import Layout
+from pfx.spec import Layout, effective
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ def lower(
     rules: Mapping[Any, str] | None = None,
     bucket_bytes: int = 32 << 20,
     where: str = "",
+    arg_names: Sequence[str] = (),
 ) -> Lowered:
     """Compile ``fn(*tensors) -> tensors`` for every device of a mesh.
 
@@ -49,21 +51,30 @@ def lower(
         names: logical dim names to mesh axes, for `constrain` with a string.
         rules: einops patterns of users' ops.
         bucket_bytes: collectives of one kind are joined up to this many bytes.
+        where: what errors call the function.
+        arg_names: what errors call its arguments.
     """
     traced = _torch.trace(fn, inputs)
-    check_pure(traced.module, where)
-    module = simplify(traced.module)
+    module = functionalize(traced, where, arg_names)
+    check_pure(module, where)
+    module = simplify(module)
     sink_constraints(module.graph)
     prune_loops(module.graph)
     context = Context(mesh, names, rules or {})
     captured = [Layout(((),) * tensor.ndim) for tensor in traced.captured]
-    layouts = [*in_layouts, *captured]
-    wishes = list(out_layouts([node.meta["val"] for node in outputs_of(module.graph)]))
-    solution = propagate(module.graph, layouts, wishes, context)
+    asked_in = [*in_layouts, *captured]
+    asked_out = list(out_layouts([node.meta["val"] for node in outputs_of(module.graph)]))
+    layouts = [effective(layout, mesh) for layout in asked_in]
+    exact = [asked and effective(asked, mesh) for asked in asked_out]
+    solution = propagate(module.graph, layouts, [None] * len(exact), exact, context)
     finals = [
-        wish or Layout(natural.dims)
-        for wish, natural in zip(wishes, solution.outputs, strict=True)
+        wanted or Layout(natural.dims)
+        for wanted, natural in zip(exact, solution.outputs, strict=True)
     ]
     program = partition(module, solution, layouts, finals, context)
+    program.inputs = [replace(v, layout=a) for v, a in zip(program.inputs, asked_in, strict=True)]
+    program.outputs = [
+        replace(v, layout=a or v.layout) for v, a in zip(program.outputs, asked_out, strict=True)
+    ]
     program.report = list(context.report)
     return Lowered(bucket_collectives(program, bucket_bytes), traced.captured)

@@ -146,9 +146,9 @@ class _Emitter:
         for i, (operand, layout) in enumerate(zip(node.args, decision.operands, strict=True)):
             if layout.free:
                 wish = decision.body.input_wishes[i]
-                dims = layout.dims if wish is None else wish.dims
-                lead = ((),) if c <= i < c + x and wish is not None else ()
-                layout = Layout((*lead, *dims)) if len((*lead, *dims)) == len(layout.dims) else Layout(layout.dims)  # fmt: skip
+                lead = ((),) if c <= i < c + x else ()
+                dims = (*lead, *(axes or () for axes in wish)) if wish else ((),) * len(layout.dims)
+                layout = Layout(dims)
             ins.append(self.at(operand, layout, node, "an operand of the loop"))  # type: ignore[arg-type]
             inner = Layout(layout.dims[1:], layout.partial, layout.reduce) if c <= i < c + x else layout  # fmt: skip
             body_inputs.append(inner)

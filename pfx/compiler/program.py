@@ -13,35 +13,11 @@ from typing import Any
 
 import torch
 
+from pfx.compiler.bill import Collective, bill_of
 from pfx.compiler.ir import Instr, LoopInstr, Reshard, Value, streams_of
 from pfx.compiler.memory import Memory, memory_of
 from pfx.mesh import Mesh
-from pfx.spec import Axes, dtype_name
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One line of the communication bill.
-
-    `bytes` is the payload on one device: the part reduced, or the whole that a gather delivers;
-    `count` how often it runs in a step, loops multiplied out.
-    """
-
-    op: str
-    axes: Axes
-    dtype: str
-    bytes: int
-    count: int
-    shape: tuple[int, ...]
-    source: str
-    reason: str
-    bucket: int = 0  # collectives of one bucket travel as one message
-
-    def __str__(self) -> str:
-        times = f" x{self.count}" if self.count > 1 else ""
-        place = f"  {self.source}" if self.source else ""
-        what = f"{self.dtype}{list(self.shape)}"
-        return f"{self.op:<14} {','.join(self.axes):<8} {what:<24} {self.bytes:>12,} B{times}  {self.reason}{place}"  # fmt: skip
+from pfx.spec import dtype_name
 
 
 @dataclass(eq=False)
@@ -68,6 +44,10 @@ class Program:
     def collectives(self) -> list[Collective]:
         """Every collective a step runs, in order; those inside loops with their count."""
         return list(_collectives(self, 1, itertools.count(1)))
+
+    def bill(self) -> str:
+        """The communication of a step as a table: who, along which axis, why, how many bytes."""
+        return bill_of(self.collectives())
 
     def memory(self) -> Memory:
         """Peak bytes per device, by liveness, with what holds them at the peak."""

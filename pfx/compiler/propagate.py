@@ -2,7 +2,8 @@
 
 Three sweeps, each linear. Forward: what do the inputs' layouts imply? Backward: where would the
 consumers of each value like it to be? Forward again, with those wishes: the decisions. A wish is what
-turns an all-reduce followed by a slice into a reduce-scatter.
+turns an all-reduce followed by a slice into a reduce-scatter. A wish has an opinion per dim: axes,
+``()`` for whole, or None where any split will do, as for the operand of a square that is then summed.
 
 At a node, every operand and the wish propose axes for factors. Where they conflict, the assignment
 that leaves most of them in place wins, then the one that moves fewest bytes, then the one that splits
@@ -12,6 +13,8 @@ make it larger; otherwise it is reduced, once, where it was made, in the form it
 
 from __future__ import annotations
 
+import functools
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,10 +31,10 @@ from pfx.compiler.rules import find_rule
 from pfx.lax.constrain import Constraint
 from pfx.lax.scan import Loop
 from pfx.mesh import Mesh
-from pfx.spec import Axes, Layout, P, layout_of, replicated
+from pfx.spec import Axes, Layout, P, effective, layout_of, replicated
 
 Node = torch.fx.Node
-Wish = Layout | None
+Wish = tuple[Axes | None, ...] | None
 
 
 @dataclass
@@ -83,18 +86,17 @@ def propagate(
     graph: torch.fx.Graph,
     inputs: Sequence[Layout],
     wishes: Sequence[Wish],
+    exact: Sequence[Layout | None],
     context: Context,
-    fixed: Sequence[bool] | None = None,
 ) -> Solution:
     """Decide a graph's layouts from those of its inputs.
 
-    `wishes` are the layouts its readers would like for the outputs; where `fixed` is true the output
-    must end up exactly so.
+    `wishes` say where the readers of the outputs would like them; an output with an entry in `exact`
+    ends up exactly so.
     """
-    fixed = tuple(fixed or [False] * len(wishes))
-    key = (id(graph), tuple(inputs), tuple(wishes), fixed)
+    key = (id(graph), tuple(inputs), tuple(wishes), tuple(exact))
     if key not in context.solved:
-        context.solved[key] = _Sweeps(graph, inputs, wishes, fixed, context).run()
+        context.solved[key] = _Sweeps(graph, inputs, wishes, exact, context).run()
     return context.solved[key]
 
 
@@ -106,13 +108,16 @@ class _Sweeps:
         graph: torch.fx.Graph,
         inputs: Sequence[Layout],
         wishes: Sequence[Wish],
-        fixed: Sequence[bool],
+        exact: Sequence[Layout | None],
         context: Context,
     ) -> None:
         self.graph, self.context, self.mesh = graph, context, context.mesh
         self.inputs = dict(zip(placeholders(graph), inputs, strict=True))
-        self.outs = outputs_of(graph)
-        self.out_wishes, self.fixed = list(wishes), fixed
+        self.outs, self.exact_outs = outputs_of(graph), exact
+        self.out_wishes = [
+            wish if layout is None else layout.dims
+            for wish, layout in zip(wishes, exact, strict=True)
+        ]
         self.readers = _count_readers(graph, self.outs)
         self.wishes: dict[Node, Wish] = {}
         self.layouts: dict[Node, Layout] = {}
@@ -124,8 +129,8 @@ class _Sweeps:
             self.backward()
         self.forward()
         outputs = tuple(
-            wish if wish is not None and fixed else self.layouts[node]
-            for node, wish, fixed in zip(self.outs, self.out_wishes, self.fixed, strict=True)
+            self.layouts[node] if layout is None else layout
+            for node, layout in zip(self.outs, self.exact_outs, strict=True)
         )
         wishes = tuple(self.wishes.get(node) for node in self.inputs)
         return Solution(self.graph, self.layouts, self.decisions, outputs, wishes)
@@ -174,7 +179,7 @@ class _Sweeps:
             if self.context.names is None:
                 return self.layouts[node.args[0]].whole()  # type: ignore[index]
             spec = self.named(spec, shape)
-        return layout_of(spec, shape, self.mesh, where)
+        return effective(layout_of(spec, shape, self.mesh, where), self.mesh)
 
     def named(self, text: str, shape: Sequence[int]) -> P:
         """Translate logical names to a spec; what does not divide or is taken stays whole."""
@@ -235,7 +240,7 @@ class _Sweeps:
     ) -> list[Assignment]:
         """The axes each operand, and each wish for a result, would like on the factors."""
         found = [
-            self.proposal(rule, dims, layout)
+            self.proposal(rule, dims, layout.dims)
             for dims, layout in zip(rule.operands, have, strict=True)
             if not layout.free
         ]
@@ -244,11 +249,11 @@ class _Sweeps:
                 found.append(self.proposal(rule, dims, wish))
         return found
 
-    def proposal(self, rule: Rule, dims: Dims, layout: Layout) -> Assignment:
-        """Read the axes of a layout as axes of factors, major factors first, while they divide."""
+    def proposal(self, rule: Rule, dims: Dims, axes_of_dims: Sequence[Axes | None]) -> Assignment:
+        """Read the axes of dims as axes of factors, major factors first, while they divide."""
         found: Assignment = {}
-        for dim, axes in zip(dims, layout.dims, strict=True):
-            rest = list(axes)
+        for dim, axes in zip(dims, axes_of_dims, strict=True):
+            rest = list(axes or ())
             for factor in dim:
                 taken: list[str] = []
                 size = rule.sizes[factor]
@@ -278,18 +283,16 @@ class _Sweeps:
         return found
 
     def merge(self, rule: Rule, into: Assignment, other: Assignment, busy: Axes) -> None:
-        """Add to an assignment what fits: each axis once, parts contiguous."""
-        for factor, axes in other.items():
+        """Add to an assignment what fits: each axis once, parts contiguous, major axes first."""
+        for factor, wanted in other.items():
             have = into.get(factor, ())
-            if have and axes[: len(have)] != have:
-                continue
             used = {a for f, named in into.items() if f != factor for a in named} | set(busy)
-            if used & set(axes):
+            axes = tuple(itertools.takewhile(lambda a, used=used: a not in used, wanted))
+            if len(axes) <= len(have) or axes[: len(have)] != have:
                 continue
             into[factor] = axes
-            if not all(
-                rule.representable(dims, into, self.mesh) for dims in (*rule.operands, *rule.results)
-            ):
+            tensors = (*rule.operands, *rule.results)
+            if not all(rule.representable(dims, into, self.mesh) for dims in tensors):
                 into[factor] = have
                 if not have:
                     del into[factor]
@@ -330,7 +333,7 @@ class _Sweeps:
         for source, target, (numel, item) in zip(have, decision.operands, sizes, strict=True):
             total += reshard_bytes(source, target, numel, item, self.mesh)
         for natural, wish, out in zip(decision.results, wishes, outs, strict=False):
-            target = wish if wish is not None and not wish.partial else natural.whole()
+            target = _filled(wish, natural)
             total += reshard_bytes(natural, target, out.numel(), out.dtype.itemsize, self.mesh)
         return total
 
@@ -347,19 +350,27 @@ class _Sweeps:
         xs = [Layout(h.dims[1:], h.partial, h.reduce, h.free, h.zero) for h in have[c : c + x]]
         consts = have[c + x :]
         carries = list(have[:c])
+        nothing: list[Layout | None] = [None] * len(y_wishes)
         for attempt in range(5):
-            carry_wishes = [None if k.free else k for k in carries]
-            body = propagate(graph, [*carries, *xs, *consts], [*carry_wishes, *y_wishes], self.context)
+            carry_wishes: list[Wish] = [None if k.free else k.dims for k in carries]
+            body = propagate(
+                graph, [*carries, *xs, *consts], [*carry_wishes, *y_wishes],
+                [*([None] * c), *nothing], self.context,
+            )  # fmt: skip
             new = [
-                _next_carry(old, out, attempt) for old, out in zip(carries, body.outputs[:c], strict=True)
+                _next_carry(old, out, attempt)
+                for old, out in zip(carries, body.outputs[:c], strict=True)
             ]
             if new == carries:
                 break
             carries = new
-        carries = [replicated(len(k.dims)) if k.free else k.whole() if attempt == 4 else k
-                   for k in carries]  # fmt: skip
-        fixed = [True] * c + [False] * len(y_wishes)
-        body = propagate(graph, [*carries, *xs, *consts], [*carries, *y_wishes], self.context, fixed)
+        else:
+            carries = [k.whole() for k in carries]
+        carries = [replicated(len(k.dims)) if k.free else k for k in carries]
+        body = propagate(
+            graph, [*carries, *xs, *consts], [*([None] * c), *y_wishes], [*carries, *nothing],
+            self.context,
+        )  # fmt: skip
         ys = [_stacked(_kept(out)) for out in body.outputs[c:]]
         operands = (*carries, *(_stacked(k) for k in xs), *consts)
         return Decision({}, operands, (*carries, *ys), body)
@@ -368,13 +379,10 @@ class _Sweeps:
 
     def backward(self) -> None:
         """One sweep in reverse: the wish for a value is what all its readers agree on."""
-        asked: dict[Node, list[Layout]] = {}
+        asked: dict[Node, list[Wish]] = {}
         self.wishes = {}
         for node, wish in zip(self.outs, self.out_wishes, strict=True):
-            if wish is not None:
-                asked.setdefault(node, []).append(wish)
-            else:
-                asked.setdefault(node, []).append(self.layouts[node].whole())
+            asked.setdefault(node, []).append(wish)
         for node in reversed(list(self.graph.nodes)):
             if node.op == "output":
                 continue
@@ -382,37 +390,62 @@ class _Sweeps:
                 self.wishes[node] = _agreed(asked[node])
             if node.op != "call_function" or node.target is operator.getitem:
                 continue
-            for operand, layout in self.wanted(node):
-                asked.setdefault(operand, []).append(layout)
+            for operand, wish in self.wanted(node):
+                asked.setdefault(operand, []).append(wish)
 
-    def wanted(self, node: Node) -> list[tuple[Node, Layout]]:
+    def wanted(self, node: Node) -> list[tuple[Node, Wish]]:
         """Where a node would like its operands, given its own wish."""
         decision = self.decisions[node]
         if isinstance(node.target, Constraint):
-            return [(node.args[0], decision.operands[0])]  # type: ignore[list-item]
+            return [(node.args[0], decision.operands[0].dims)]  # type: ignore[list-item]
         if isinstance(node.target, Loop):
             assert decision.body is not None
-            found = []
             c, x = node.target.num_carry, node.target.num_xs
-            for i, operand in enumerate(node.args):
-                if i < c:
-                    found.append((operand, decision.operands[i]))
-                elif decision.body.input_wishes[i] is not None:
-                    wish = decision.body.input_wishes[i]
-                    found.append((operand, _stacked(wish) if i < c + x else wish))
-            return found  # type: ignore[return-value]
+            wishes: list[Wish] = [layout.dims for layout in decision.operands[:c]]
+            inner = decision.body.input_wishes
+            wishes += [None if w is None else (None, *w) for w in inner[c : c + x]]
+            wishes += inner[c + x :]
+            return list(zip(node.args, wishes, strict=True))  # type: ignore[arg-type]
         rule = self.context.rule(node)
         if rule.free:
             return []
-        assignment = dict(decision.assignment)
-        for dims, wish in zip(rule.results, self.result_wishes(node), strict=True):
+        # The wish comes first: what this node decided without knowing it only fills the gaps.
+        busy = tuple(a for layout in decision.operands for a in layout.partial)
+        assignment: Assignment = {}
+        wishes = self.result_wishes(node)
+        for dims, wish in zip(rule.results, wishes, strict=True):
             if wish is not None and dims:
-                busy = tuple(a for layout in decision.operands for a in layout.partial)
                 self.merge(rule, assignment, self.proposal(rule, dims, wish), busy)
-        nodes = operand_nodes(node)
+        self.merge(rule, assignment, decision.assignment, busy)
+        open_factors = self.open_factors(rule, wishes)
         return [
-            (n, rule.layout(dims, assignment)) for n, dims in zip(nodes, rule.operands, strict=True)
+            (n, _opinion(rule, dims, assignment, open_factors))
+            for n, dims in zip(operand_nodes(node), rule.operands, strict=True)
         ]
+
+    def open_factors(self, rule: Rule, wishes: Sequence[Wish]) -> set[str]:
+        """Factors a node would take split over anything: nobody downstream wants them whole.
+
+        Those of results without an opinion, and those that a reduction of one operand sums over.
+        """
+        seen = {f for dims in rule.results for dim in dims for f in dim}
+        found = set(rule.sizes) - seen if len(rule.operands) == 1 else set()
+        for dims, wish in zip(rule.results, wishes, strict=True):
+            for i, dim in enumerate(dims):
+                if wish is None or wish[i] is None:
+                    found |= set(dim)
+        return found - rule.whole
+
+
+def _opinion(
+    rule: Rule, dims: Dims, assignment: Assignment, open_factors: set[str]
+) -> tuple[Axes | None, ...]:
+    """What an assignment says of each dim: its axes, whole, or nothing where the dim is open."""
+    layout = rule.layout(dims, assignment)
+    return tuple(
+        axes if axes or not dim or not set(dim) <= open_factors else None
+        for dim, axes in zip(dims, layout.dims, strict=True)
+    )
 
 
 def _count_readers(graph: torch.fx.Graph, outs: Sequence[Node]) -> dict[Node, int]:
@@ -426,15 +459,23 @@ def _count_readers(graph: torch.fx.Graph, outs: Sequence[Node]) -> dict[Node, in
     return counts
 
 
+def _filled(wish: Wish, natural: Layout) -> Layout:
+    """A wish as a whole layout: where it has no opinion, the value stays as it is."""
+    if wish is None:
+        return natural.whole()
+    dims = (have if want is None else want for have, want in zip(natural.dims, wish, strict=True))
+    return Layout(tuple(dims))
+
+
 def _reduced(natural: Layout, wish: Wish) -> Layout:
     """What becomes of a partial sum when it must be reduced: scattered where the wish is split."""
     if wish is None or natural.reduce != "sum":
         return natural.whole()
     dims = tuple(
         want
-        if want[: len(have)] == have and set(want[len(have) :]) <= set(natural.partial)
+        if want and want[: len(have)] == have and set(want[len(have) :]) <= set(natural.partial)
         else have
-        for have, want in zip(natural.dims, wish.dims, strict=True)
+        for have, want in zip(natural.dims, wish, strict=True)
     )
     return Layout(dims)
 
@@ -442,33 +483,35 @@ def _reduced(natural: Layout, wish: Wish) -> Layout:
 def _votes(assignment: Assignment, proposals: Sequence[Assignment]) -> int:
     """How many proposed placements an assignment leaves where they are."""
     return sum(
-        len(axes)
+        len(_common(axes, assignment.get(factor, ())))
         for proposal in proposals
         for factor, axes in proposal.items()
-        if assignment.get(factor, ())[: len(axes)] == axes
     )
 
 
-def _agreed(asked: Sequence[Layout]) -> Layout:
-    """The common part of several wishes, dim by dim."""
+def _common(a: Axes, b: Axes) -> Axes:
+    """The longest common prefix: axes split a dim row-major, so a prefix is a coarser split."""
+    return tuple(x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def _agreed(asked: Sequence[Wish]) -> Wish:
+    """The common part of several wishes, dim by dim, among those with an opinion."""
+    opinions = [wish for wish in asked if wish is not None]
+    if not opinions:
+        return None
     dims = []
-    for entries in zip(*(layout.dims for layout in asked), strict=True):
-        common = entries[0]
-        for axes in entries[1:]:
-            keep = 0
-            while keep < min(len(common), len(axes)) and common[keep] == axes[keep]:
-                keep += 1
-            common = common[:keep]
-        dims.append(common)
-    return Layout(tuple(dims))
+    for entries in zip(*opinions, strict=True):
+        known = [axes for axes in entries if axes is not None]
+        dims.append(functools.reduce(_common, known) if known else None)
+    return tuple(dims)
 
 
 def _stacked(layout: Layout) -> Layout:
     return replace(layout, dims=((), *layout.dims))
 
 
-def _unstacked(layout: Wish) -> Wish:
-    return None if layout is None else Layout(layout.dims[1:])
+def _unstacked(wish: Wish) -> Wish:
+    return None if wish is None else wish[1:]
 
 
 def _kept(layout: Layout) -> Layout:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from pfx.errors import ShardingError, message
 from pfx.mesh import Mesh
 from pfx.spec import Axes, Layout
 
@@ -142,6 +143,15 @@ def shape_of(node: torch.fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
+def argument(node: torch.fx.Node, name: str) -> Any:
+    """An op's argument by its schema name, given or default; None if the op has none so named."""
+    for i, declared in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if declared.name == name:
+            given = node.args[i] if i < len(node.args) else None
+            return given if i < len(node.args) else node.kwargs.get(name, declared.default_value)
+    return None
+
+
 def named(prefix: str, n: int) -> Dims:
     """`n` dims of one factor each: ``a0 a1 a2``."""
     return tuple((f"{prefix}{i}",) for i in range(n))
@@ -184,15 +194,62 @@ def _groups(tokens: Sequence[str]) -> Iterator[Dim]:
 def pattern_rule(node: torch.fx.Node, pattern: str, whole: str = "", **more: Any) -> Rule:
     """Make the rule of a node from an einops-like pattern whose sizes are read off its shapes.
 
-    Composite dims in the pattern need each of their factors alone in another dim.
+    ``...`` stands for leading dims, broadcast against each other. Composite dims in the pattern need
+    each of their factors alone in another dim. ``whole="*"``: only the dims under ``...`` may split.
+
+    Raises:
+        ShardingError: when the pattern does not fit the node's operands and results.
     """
     left, right = pattern.split("->")
-    operands = tuple(parse(part) for part in left.split(",")) if left.strip() else ()
-    results = tuple(parse(part) for part in right.split(","))
-    shapes = [shape_of(n) for n in operand_nodes(node)]
-    out_shapes = [tuple(v.shape) for v in result_values(node)[: len(results)]]
-    sizes = bind_sizes([*operands, *results], [*shapes, *out_shapes])
-    return Rule(operands, results, sizes, frozenset(whole.split()), **more)
+    texts = [*(left.split(",") if left.strip() else ()), *right.split(",")]
+    operands, values = operand_nodes(node), result_values(node)
+    shapes = [shape_of(n) for n in operands] + [tuple(getattr(v, "shape", ())) for v in values]
+    count = len(operands)
+    if len(left.split(",") if left.strip() else ()) != count or len(texts) != len(shapes):
+        raise _misfit(node, pattern, f"the op has {count} operands and {len(values)} results.")
+    marks = [f"@{k}" if whole == "*" else "" for k in range(len(texts))]
+    dims = _leading([_marked(parse(t), m) for t, m in zip(texts, marks, strict=True)], shapes)
+    sizes: dict[str, int] = {}
+    for text, tensor, shape in zip(texts, dims, shapes, strict=True):
+        if len(tensor) != len(shape):
+            raise _misfit(node, pattern, f'"{text.strip()}" does not name the dims of {shape}.')
+        for dim, size in zip(tensor, shape, strict=True):
+            if len(dim) == 1 and sizes.setdefault(dim[0], size) != size:
+                raise _misfit(node, pattern, f"{dim[0]!r} has the sizes {sizes[dim[0]]} and {size}.")
+    kept = {f for f in sizes if "@" in f} if whole == "*" else set(whole.split())
+    return Rule(tuple(dims[:count]), tuple(dims[count:]), sizes, frozenset(kept), **more)
+
+
+def _misfit(node: torch.fx.Node, pattern: str, why: str) -> ShardingError:
+    return ShardingError(
+        message(
+            f"the rule of {node.target}:",
+            f'"{pattern}" does not fit a call of this op.',
+            why,
+            fix="name every dim of every tensor operand, in order of appearance, and of every result",
+        )
+    )
+
+
+def _marked(dims: Dims, mark: str) -> Dims:
+    return tuple(d if d == ("...",) else tuple(f + mark for f in d) for d in dims)
+
+
+def _leading(tensors: Sequence[Dims], shapes: Sequence[Sequence[int]]) -> list[Dims]:
+    """Replace ``...`` by the factors ``0 1 …`` of the leading dims, aligned at the right."""
+    lead = [
+        tuple(shape[: len(shape) - len(dims) + 1]) if ("...",) in dims else ()
+        for dims, shape in zip(tensors, shapes, strict=True)
+    ]
+    full = torch.broadcast_shapes(*lead)
+    out = []
+    for dims, own in zip(tensors, lead, strict=True):
+        skip = len(full) - len(own)
+        batch = tuple(
+            () if n == 1 and full[skip + i] != 1 else (str(skip + i),) for i, n in enumerate(own)
+        )
+        out.append((*batch, *(d for d in dims if d != ("...",))))
+    return out
 
 
 def replicated_rule(node: torch.fx.Node) -> Rule:

@@ -20,6 +20,7 @@ import torch.fx
 
 from pfx import _torch
 from pfx._torch import TensorMeta
+from pfx.lax.functionalize import functionalize
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +61,7 @@ def trace_body(
 ) -> tuple[Body, list[torch.Tensor]]:
     """Trace `fn`; returns its body and the closed-over tensors that became trailing inputs."""
     traced = _torch.trace(fn, inputs)
-    return _body(traced.module), traced.captured
+    return _body(functionalize(traced, "the body of a scan or remat")), traced.captured
 
 
 def _body(module: torch.fx.GraphModule) -> Body:
@@ -128,7 +129,7 @@ def joint(body: Body) -> Body:
     cotangents = [meta for meta in body.out_metas if is_differentiable(meta)]
     traced = _torch.trace(vjp_of(body), [*body.in_metas, *cotangents])
     assert not traced.captured
-    return _body(traced.module)
+    return _body(functionalize(traced, "the gradient of a body"))
 
 
 def _split(body: Body) -> Split:

@@ -26,6 +26,10 @@ class Constraint:
     recompute = True  # never saved for the backward part: a gathered weight is gathered again
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (_torch.apply(_Constrain, self, x),)
+
+    def compute(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The identity."""
         return (x.view_as(x),)
 
     def transposed(self) -> Constraint:

@@ -55,6 +55,11 @@ class Loop:
         return carries + [replace(y, shape=(self.length, *y.shape), stride=None) for y in ys]
 
     def __call__(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # In a graph that is run or traced again, every output is an ordinary one.
+        return scan_flat(replace(self, backward=None, primal=None, num_residuals=0), operands)
+
+    def compute(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """A Python loop over slices."""
         carry = list(operands[: self.num_carry])
         xs = operands[self.num_carry : self.num_carry + self.num_xs]
         consts = operands[self.num_carry + self.num_xs :]

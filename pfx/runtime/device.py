@@ -24,8 +24,11 @@ def backend_of(device: str) -> str:
     """
     if device not in BACKENDS:
         raise MeshError(
-            message("process mesh:", f"no backend moves tensors of device {device!r}.",
-                    fix=f"device= one of {', '.join(map(repr, BACKENDS))}")  # fmt: skip
+            message(
+                "process mesh:",
+                f"no backend moves tensors of device {device!r}.",
+                fix=f"device= one of {', '.join(map(repr, BACKENDS))}",
+            )
         )
     return BACKENDS[device]
 
@@ -42,9 +45,12 @@ def select(device: str, local_rank: int) -> None:
     count = module.device_count()
     if local_rank >= count:
         raise MeshError(
-            message(f"process mesh on {device}:", "more processes than devices on this host.",
-                    f"LOCAL_RANK={local_rank}; {count} devices, numbered from 0.",
-                    fix=f"torchrun --nproc-per-node {count}, or device=\"cpu\"")  # fmt: skip
+            message(
+                f"process mesh on {device}:",
+                "more processes than devices on this host.",
+                f"LOCAL_RANK={local_rank}; {count} devices, numbered from 0.",
+                fix=f'torchrun --nproc-per-node {count}, or device="cpu"',
+            )
         )
     module.set_device(local_rank)
 
@@ -71,6 +77,10 @@ def _module(device: str):  # noqa: ANN202 (torch.cuda, torch.npu: modules with o
         return torch.get_device_module(device)
     except RuntimeError as error:
         raise MeshError(
-            message("process mesh:", f"this torch cannot use device {device!r}.",
-                    str(error).splitlines()[0], fix="device=\"cpu\", or install the device's torch")  # fmt: skip
+            message(
+                "process mesh:",
+                f"this torch cannot use device {device!r}.",
+                str(error).splitlines()[0],
+                fix='device="cpu", or install the device\'s torch',
+            )
         ) from None

@@ -11,7 +11,7 @@ from pfx.compiler.ir import Compute, Instr, LoopInstr, Reshard, last_uses
 from pfx.compiler.program import Program
 from pfx.mesh import Coordinate
 from pfx.runtime.local import local_call
-from pfx.runtime.moves import prepare_reshard
+from pfx.runtime.moves import prepare_collective, prepare_local
 from pfx.runtime.reduction import Group
 from pfx.runtime.step import Step
 from pfx.spec import Axes
@@ -45,9 +45,7 @@ class Executor:
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run on the parts of every input; empties `inputs`, so that they can be freed."""
-        env = {
-            value.number: part for value, part in zip(self.program.inputs, inputs, strict=True)
-        }
+        env = {value.number: part for value, part in zip(self.program.inputs, inputs, strict=True)}
         inputs.clear()
         for step in self.steps:
             step(env)
@@ -71,30 +69,34 @@ class Executor:
 
     def reshard(self, instr: Reshard) -> Run:
         """One collective for a whole bucket."""
-        group = self.group(instr.move.axes)
-        return prepare_reshard(instr, self.mesh, group, deterministic=self.deterministic)
+        axes = instr.move.axes
+        size = self.mesh.count(axes)
+        if size == 1:
+            return list
+        if not instr.communicates:
+            return prepare_local(instr, self.mesh.index(self.coordinate, axes), size)
+        group = self.group(axes)
+        return prepare_collective(instr, self.mesh, group, deterministic=self.deterministic)
 
     def loop(self, instr: LoopInstr) -> Run:
-        """Run the body once per row of xs, handing the carry on."""
-        body = Executor(
-            instr.body, self.coordinate, self.group, deterministic=self.deterministic
-        )
+        """Run the body once per row of xs, handing the carry on; a stream is a list of its rows."""
+        body = Executor(instr.body, self.coordinate, self.group, deterministic=self.deterministic)
         c, x = instr.num_carry, instr.num_xs
         order = range(instr.length)[:: -1 if instr.reverse else 1]
+        streams = [value.number in self.program.streams for value in instr.outs[c:]]
 
-        def run(ins: list[torch.Tensor]) -> list[torch.Tensor]:
+        def run(ins: list[Any]) -> list[Any]:
             carry, xs, consts = ins[:c], ins[c : c + x], ins[c + x :]
-            ins.clear()
-            ys: list[torch.Tensor] = []
+            ys: list[Any] = [None] * len(streams)
             for i in order:
-                now = [*carry, *(part[i] for part in xs), *consts]
+                now = [*carry, *(rows[i] for rows in xs), *consts]
                 carry = []  # the body frees it at its last use
                 outs = body(now)
-                carry, rows = outs[:c], outs[c:]
-                if not ys:
-                    ys = [_stack_of(row, instr.length) for row in rows]
-                for whole, row in zip(ys, rows, strict=True):
-                    whole[i] = row
+                carry = outs[:c]
+                for k, (row, is_stream) in enumerate(zip(outs[c:], streams, strict=True)):
+                    if ys[k] is None:
+                        ys[k] = [None] * instr.length if is_stream else _stack_of(row, instr.length)
+                    ys[k][i] = row
             return [*carry, *ys]
 
         return run
@@ -102,10 +104,3 @@ class Executor:
 
 def _stack_of(row: torch.Tensor, length: int) -> torch.Tensor:
     return row.new_empty((length, *row.shape))
-
-
-def parts_of(values: list[Any]) -> list[torch.Tensor]:
-    """The one part each value has on a device; empties the lists, so that parts can be freed."""
-    parts = [value.pop() for value in values]
-    values.clear()
-    return parts

@@ -20,7 +20,17 @@ Run = Callable[[Parts], Parts]
 Shape = tuple[int, ...]
 
 
-def prepare_reshard(instr: Reshard, mesh: Mesh, group: Group, *, deterministic: bool) -> Run:
+def prepare_local(instr: Reshard, rank: int, size: int) -> Run:
+    """A function of a bucket's parts for a move that needs nobody else.
+
+    Args:
+        rank: this device's place among the `size` that differ only along the move's axes.
+    """
+    moves = instr.moves or (instr.move,) * len(instr.ins)
+    return _each([_LOCAL[move.kind](move, rank, size) for move in moves])
+
+
+def prepare_collective(instr: Reshard, mesh: Mesh, group: Group, *, deterministic: bool) -> Run:
     """A function of a bucket's parts on this device, in the order of `instr.ins`.
 
     Args:
@@ -28,18 +38,14 @@ def prepare_reshard(instr: Reshard, mesh: Mesh, group: Group, *, deterministic: 
         deterministic: add in group order, as the simulated mesh does, bit for bit.
     """
     moves = instr.moves or (instr.move,) * len(instr.ins)
-    if group.size == 1:
-        return list
-    if not instr.communicates:
-        return _each([_LOCAL[move.kind](move, group) for move in moves])
     buckets: dict[Any, list[int]] = {}
     for i, (move, value) in enumerate(zip(moves, instr.ins, strict=True)):
         buckets.setdefault((value.dtype, move.reduce), []).append(i)
-    runs = []
+    prepare = _COLLECTIVES[instr.move.kind]
+    runs: list[tuple[Run, list[int]]] = []
     for (dtype, reduce), members in buckets.items():
         shapes = [instr.ins[i].local_shape(mesh) for i in members]
         reduction = Reduction(group, dtype, reduce, deterministic=deterministic)
-        prepare = _COLLECTIVES[instr.move.kind]
         runs.append((prepare([moves[i] for i in members], shapes, group, reduction), members))
     return runs[0][0] if len(runs) == 1 else _spread(runs, len(moves))
 
@@ -64,12 +70,12 @@ def _spread(runs: Sequence[tuple[Run, list[int]]], count: int) -> Run:
 # Without communication
 
 
-def _slice(move: Move, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda part: collectives.take(part, move.dim, group.rank, group.size)
+def _slice(move: Move, rank: int, size: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda part: collectives.take(part, move.dim, rank, size)
 
 
-def _own(move: Move, group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
-    return (lambda part: part) if group.rank == 0 else torch.zeros_like
+def _own(move: Move, rank: int, size: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return (lambda part: part) if rank == 0 else torch.zeros_like
 
 
 _LOCAL = {"slice": _slice, "own": _own}
@@ -101,7 +107,7 @@ def _all_gather(
     ranges, n = _ranges(shapes), group.size
 
     def run(parts: Parts) -> Parts:
-        flats = [part.reshape(-1) for part in parts]
+        flats = [part.contiguous().view(-1) for part in parts]
         rows = group.gather(flats[0] if len(flats) == 1 else torch.cat(flats))
         return [
             _joined(rows[:, start:stop].view(n, *shape), move.dim)
@@ -177,7 +183,7 @@ def _rows(
 ) -> torch.Tensor:
     """Pack what is for each member into one row: its block of every part along that part's dim."""
     if len(parts) == 1 and dims[0] == 0 and parts[0].is_contiguous():
-        return parts[0].view(n, -1)
+        return parts[0].view(n, ranges[-1][1])
     rows = parts[0].new_empty((n, ranges[-1][1]))
     for part, dim, block, (start, stop) in zip(parts, dims, blocks, ranges, strict=True):
         split = part.unflatten(dim, (n, block[dim])).movedim(dim, 0)

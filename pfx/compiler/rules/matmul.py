@@ -1,4 +1,4 @@
-"""Products: a contracted dim that is split leaves a partial sum."""
+"""Products and linear algebra: a contracted dim that is split leaves a partial sum."""
 
 from __future__ import annotations
 
@@ -15,10 +15,33 @@ def _product(pattern: str) -> Any:
     return lambda node: pattern_rule(node, pattern, linear=((0,), (1,)))
 
 
+def batched(pattern: str) -> Any:
+    """The rule of an op on whole matrices: only the batch dims, ``...``, may be split."""
+    return lambda node: pattern_rule(node, pattern, "*")
+
+
+_MATRIX = batched("... i j -> ... i j")
+_MATRICES = batched("... i j, ... k l -> ... m n")
+
 TABLE: dict[Any, Any] = {
     aten.mm: _product("m k, k n -> m n"),
     aten.bmm: _product("b m k, b k n -> b m n"),
     aten.mv: _product("m k, k -> m"),
     aten.dot: _product("k, k -> "),
     aten.vdot: _product("k, k -> "),
+    aten._cdist_forward: lambda node: pattern_rule(node, "... m k, ... n k -> ... m n", "k"),
+    aten.linalg_solve_triangular: _MATRICES,
+    aten.linalg_lu_solve: batched("... i j, ... k, ... l m -> ... n o"),
+    aten.cholesky_solve: _MATRICES,
+    aten.triangular_solve: batched("... i j, ... k l -> ... m n, ... o p"),
+    **dict.fromkeys(
+        (aten.cholesky, aten.cholesky_inverse, aten.linalg_matrix_exp), _MATRIX
+    ),
+    **dict.fromkeys((aten.linalg_cholesky_ex, aten.linalg_inv_ex), batched("... i j -> ... i j, ...")),
+    aten._linalg_eigh: batched("... i j -> ... k, ... i j"),
+    aten.linalg_qr: batched("... i j -> ... i k, ... l j"),
+    aten._linalg_svd: batched("... i j -> ... i k, ... l, ... m n"),
+    aten._linalg_det: batched("... i j -> ..., ... i j, ... k"),
+    aten._linalg_slogdet: batched("... i j -> ..., ..., ... i j, ... k"),
+    aten.linalg_lu_factor_ex: batched("... i j -> ... i j, ... k, ..."),
 }

@@ -1,4 +1,4 @@
-"""Fused neural-network ops: their reduced dims stay whole, batch dims and heads pass through."""
+"""Layer norm and fused attention: their reduced dims stay whole, batch dims and heads pass."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ from pfx.compiler.rule import (
     bind_sizes,
     named,
     operand_nodes,
-    pattern_rule,
-    replicated_rule,
     result_values,
     shape_of,
 )
-from pfx.compiler.rules import pointwise
 
 aten = torch.ops.aten
 
@@ -52,18 +49,6 @@ def _layer_norm_backward(node: torch.fx.Node) -> Rule:
     return Rule(operands, results, sizes, frozenset(d[0] for d in tail))
 
 
-def _softmax(dim_position: int) -> Any:
-    def rule(node: torch.fx.Node) -> Rule:
-        shape = shape_of(node)
-        dims = named("d", len(shape))
-        sizes = bind_sizes([dims], [shape])
-        dim = int(node.args[dim_position]) % max(len(shape), 1)  # type: ignore[arg-type]
-        whole = frozenset({f"d{dim}"} & set(sizes))
-        return Rule((dims,) * len(operand_nodes(node)), (dims,), sizes, whole)
-
-    return rule
-
-
 _Q, _K, _LSE = "b h s d", "b h t d", "b h s"
 
 
@@ -82,13 +67,13 @@ def _attention_mask(node: torch.fx.Node, full: tuple[int, ...]) -> Dims | None:
 def _attention(operands: tuple[str, ...], results: tuple[str, ...]) -> Any:
     """Attention over whole sequences: batch and heads may be split, nothing else."""
 
-    def rule(node: torch.fx.Node) -> Rule:
+    def rule(node: torch.fx.Node) -> Rule | None:
         mask = node.kwargs.get("attn_mask")
         nodes = operand_nodes(node)
         plain = nodes[:-1] if mask is not None else nodes
         query, key = (shape_of(n) for n in plain[len(operands) > 3 :][:2])
         if len(query) != 4 or query[1] != key[1]:
-            return replicated_rule(node)
+            return None
         sizes = dict(zip("bhsd", query, strict=True)) | {"t": key[2]}
         dims = [tuple((f,) for f in text.split()) for text in operands]
         extra = _attention_mask(node, (*query[:3], key[2]))
@@ -100,31 +85,11 @@ def _attention(operands: tuple[str, ...], results: tuple[str, ...]) -> Any:
     return rule
 
 
-def _convolution_free(node: torch.fx.Node) -> Rule:
-    """Batch passes through a convolution's forward; everything else is whole."""
-    if node.args[6]:  # transposed
-        return replicated_rule(node)
-    has_bias = len(operand_nodes(node)) == 3
-    spatial = len(shape_of(node)) - 2
-    ins = " ".join(f"i{k}" for k in range(spatial))
-    kernel = " ".join(f"k{k}" for k in range(spatial))
-    outs = " ".join(f"o{k}" for k in range(spatial))
-    bias = ", co" if has_bias else ""
-    pattern = f"n ci {ins}, co cg {kernel}{bias} -> n co {outs}"
-    return pattern_rule(node, pattern, f"ci co cg {ins} {kernel} {outs}")
-
-
 TABLE: dict[Any, Any] = {
     aten.native_layer_norm: _layer_norm,
     aten.native_layer_norm_backward: _layer_norm_backward,
-    aten._softmax: _softmax(1),
-    aten._log_softmax: _softmax(1),
-    aten._softmax_backward_data: _softmax(2),
-    aten._log_softmax_backward_data: _softmax(2),
     aten._scaled_dot_product_flash_attention_for_cpu: _attention((_Q, _K, _K), (_Q, _LSE)),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(
         (_Q, _Q, _K, _K, _Q, _LSE), (_Q, _K, _K)
     ),
-    aten.convolution: _convolution_free,
-    aten.gelu: pointwise.rule,
 }

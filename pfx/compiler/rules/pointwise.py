@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.fx
 
 import pfx.random  # noqa: F401 - defines the ops in the table
-from pfx.compiler.rule import Call, Dims, Local, Rule, named, operand_nodes, shape_of
+from pfx.compiler.rule import (
+    Call,
+    Dims,
+    Local,
+    Rule,
+    argument,
+    named,
+    operand_nodes,
+    result_values,
+    shape_of,
+)
+from pfx.compiler.rules.views import in_order
 
 aten = torch.ops.aten
 
@@ -41,11 +53,13 @@ def broadcast(shape: tuple[int, ...], out_shape: tuple[int, ...]) -> Dims:
 
 def rule(node: torch.fx.Node) -> Rule:
     """The rule of any elementwise node."""
-    out_shape = shape_of(node)
+    results = result_values(node)
+    out_shape = tuple(results[0].shape)
     operands = operand_nodes(node)
     dims = tuple(broadcast(shape_of(n), out_shape) for n in operands)
     sizes = {f"d{i}": n for i, n in enumerate(out_shape)}
-    return Rule(dims, (named("d", len(out_shape)),), sizes, linear=_linear(node, len(operands)))
+    out = named("d", len(out_shape))
+    return Rule(dims, (out,) * len(results), sizes, linear=_linear(node, len(operands)))
 
 
 def _linear(node: torch.fx.Node, num_operands: int) -> tuple[tuple[int, ...], ...]:
@@ -60,22 +74,35 @@ def _linear(node: torch.fx.Node, num_operands: int) -> tuple[tuple[int, ...], ..
 
 def _where(node: torch.fx.Node) -> Rule:
     base = rule(node)
-    both = len(base.operands) == 3
-    return Rule(base.operands, base.results, base.sizes, linear=((1, 2),) if both else ())
+    return replace(base, linear=((1, 2),) if len(base.operands) == 3 else ())
 
 
 def _to_copy(node: torch.fx.Node) -> Rule:
     base = rule(node)
     source, to = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
     widens = torch.promote_types(source, to) == to and source != torch.bool
-    return Rule(base.operands, base.results, base.sizes, linear=((0,),) if widens else ())
+    return replace(base, linear=((0,),) if widens else ())
 
 
-def _view_dtype(node: torch.fx.Node) -> Rule:
+def _masked_fill(node: torch.fx.Node) -> Rule:
     base = rule(node)
+    clears = argument(node, "value") == 0 and len(base.operands) == 2
+    return replace(base, linear=((0,),) if clears else ())
+
+
+def _view_dtype(node: torch.fx.Node) -> Rule | None:
+    """Bits seen as another dtype; to another item size the last dim changes."""
     same = shape_of(node.args[0]) == shape_of(node)  # type: ignore[arg-type]
-    assert same, "view(dtype) to another item size"
-    return base
+    return replace(rule(node), localize=in_order) if same else None
+
+
+def _bucketize(node: torch.fx.Node) -> Rule:
+    """``bucketize(x, boundaries)``: the boundaries are whole."""
+    out = shape_of(node)
+    x, boundaries = (shape_of(n) for n in operand_nodes(node))
+    dims = named("d", len(out))
+    sizes = {f"d{i}": n for i, n in enumerate(out)} | {"k": boundaries[0]}
+    return Rule((dims, (("k",),)), (dims,), sizes, frozenset({"k"}))
 
 
 def _key_dims(node: torch.fx.Node) -> tuple[Dims, Dims, dict[str, int]]:
@@ -127,15 +154,20 @@ def _bits_at(
 # Elementwise ops that torch does not tag as such, and those with a rule of their own.
 TABLE: dict[Any, Any] = {
     aten.where.self: _where,
+    aten.masked_fill: _masked_fill,
+    aten.bucketize: _bucketize,
     aten._to_copy: _to_copy,
     aten.view.dtype: _view_dtype,
     torch.ops.pfx.random_bits: _random_bits,
     torch.ops.pfx.threefry: _threefry,
     **dict.fromkeys(
         (
-            aten.detach, aten.alias, aten.lift_fresh, aten.lift_fresh_copy, aten.where,
-            aten.masked_fill, aten.native_dropout_backward, aten.fmod, aten.floor_divide,
-            aten.softplus_backward, aten.leaky_relu_backward, aten.hardtanh_backward,
+            aten.detach, aten.alias, aten.lift_fresh, aten.lift_fresh_copy, aten.where, aten.fmod,
+            aten.floor_divide, aten.rsub, aten.complex, aten.polar, aten._conj, aten.fill,
+            aten.native_dropout_backward, aten.softplus_backward, aten.leaky_relu_backward,
+            aten.hardtanh_backward, aten.hardswish, aten.hardswish_backward, aten.elu_backward,
+            aten.hardsigmoid_backward, aten.hardshrink_backward, aten.softshrink_backward,
+            aten._prelu_kernel, aten._prelu_kernel_backward, aten.log_sigmoid_backward,
         ),
         rule,
     ),

@@ -10,13 +10,11 @@ import torch.fx
 
 from pfx.compiler.rule import (
     Call,
-    Dim,
     Dims,
     Local,
     Rule,
     bind_sizes,
     named,
-    operand_nodes,
     result_values,
     shape_of,
 )
@@ -190,97 +188,37 @@ def _same_order(node: torch.fx.Node) -> tuple[tuple[Dims], tuple[Dims], dict[str
     return (source,), (target,), sizes
 
 
-def _cut(node: torch.fx.Node) -> Rule:
-    """Ops that change the extent of some dims (slice, pad, split): those dims must be whole."""
-    shape = shape_of(node.args[0])  # type: ignore[arg-type]
-    outs = [tuple(v.shape) for v in result_values(node)]
-    changed = {i for out in outs for i, n in enumerate(out) if n != shape[i]}
-    operand = named("d", len(shape))
-    sizes = bind_sizes([operand], [shape])
-    results: list[tuple[Dim, ...]] = []
-    for k, out in enumerate(outs):
-        dims = [(f"o{k}_{i}",) if i in changed else operand[i] for i in range(len(out))]
-        results.append(tuple(dims))
-        sizes |= bind_sizes([results[-1]], [out])
-    whole = {f for f in sizes if f.startswith("o")} | {f"d{i}" for i in changed}
-    return Rule((operand,), tuple(results), sizes, frozenset(whole), linear=_PASS)
+def _paired(node: torch.fx.Node) -> Rule:
+    """A complex tensor seen as pairs of reals, or the other way round."""
+    shapes = [shape_of(node.args[0]), shape_of(node)]  # type: ignore[arg-type]
+    dims = named("d", min(map(len, shapes)))
+    both = [(*dims, ("pair",)) if len(shape) > len(dims) else dims for shape in shapes]
+    sizes = bind_sizes(both, shapes)
+    return Rule((both[0],), (both[1],), sizes, frozenset({"pair"}), linear=_PASS,
+                localize=in_order)  # fmt: skip
 
 
-def _whole_dims(position: int) -> Any:
-    """A rule for ops that move elements along the dims in args[position]: flip, roll, cumsum."""
-
-    def rule(node: torch.fx.Node) -> Rule:
-        shape = shape_of(node.args[0])  # type: ignore[arg-type]
-        arg = node.args[position] if len(node.args) > position else list(range(len(shape)))
-        touched = {int(d) % max(len(shape), 1) for d in (arg if isinstance(arg, (list, tuple)) else [arg])}  # type: ignore[arg-type]  # fmt: skip
-        dims = named("d", len(shape))
-        sizes = bind_sizes([dims], [shape])
-        whole = frozenset(f"d{i}" for i in touched if i < len(shape))
-        results = tuple(dims for _ in result_values(node))
-        return Rule((dims,), results, sizes, whole, linear=_PASS if len(results) == 1 else ())
-
-    return rule
+def in_order(local: Local) -> Call:
+    """Call an op that reads memory as it lies on a tensor that lies as it was traced."""
+    operand = local.node.args[0]
+    order = memory_order(operand.meta["val"])  # type: ignore[union-attr]
+    return Call(_in_order, (local.node.target, order, *local.node.args), local.node.kwargs)
 
 
-def _cat(node: torch.fx.Node) -> Rule:
-    out = shape_of(node)
-    dim = (int(node.args[1]) if len(node.args) > 1 else int(node.kwargs.get("dim", 0))) % len(out)  # type: ignore[arg-type]
-    operands = operand_nodes(node)
-    dims = named("d", len(out))
-    tensors = [tuple((f"c{k}",) if i == dim else d for i, d in enumerate(dims)) for k in range(len(operands))]  # fmt: skip
-    sizes = bind_sizes([dims, *tensors], [out, *(shape_of(n) for n in operands)])
-    whole = frozenset({f"d{dim}"} | {f"c{k}" for k in range(len(operands))})
-    return Rule(tuple(tensors), (dims,), sizes, whole, linear=(tuple(range(len(operands))),))
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """The dims of a tensor from the outermost in memory to the innermost."""
+    return sorted(range(tensor.ndim), key=lambda i: (-tensor.stride(i), i))
 
 
-def _stack(node: torch.fx.Node) -> Rule:
-    out = shape_of(node)
-    dim = (int(node.args[1]) if len(node.args) > 1 else int(node.kwargs.get("dim", 0))) % len(out)  # type: ignore[arg-type]
-    dims = named("d", len(out))
-    operand = tuple(d for i, d in enumerate(dims) if i != dim)
-    count = len(operand_nodes(node))
-    sizes = bind_sizes([dims], [out])
-    return Rule((operand,) * count, (dims,), sizes, frozenset({f"d{dim}"}),
-                linear=(tuple(range(count)),))  # fmt: skip
-
-
-def _select_backward(node: torch.fx.Node) -> Rule:
-    """``select_backward(grad, sizes, dim, index)``: zeros with one slice filled."""
-    out = shape_of(node)
-    dim = int(node.args[2]) % len(out)  # type: ignore[arg-type]
-    dims = named("d", len(out))
-    operand = tuple(d for i, d in enumerate(dims) if i != dim)
-    sizes = bind_sizes([dims], [out])
-    return Rule((operand,), (dims,), sizes, frozenset({f"d{dim}"}), linear=_PASS,
-                localize=_local_select_backward)  # fmt: skip
-
-
-def _local_select_backward(local: Local) -> Call:
-    grad, _, *rest = local.node.args
-    return Call(aten.select_backward.default, (grad, local.result_shape(), *rest))
-
-
-def _slice_backward(node: torch.fx.Node) -> Rule:
-    """``slice_backward(grad, sizes, dim, start, end, step)``: zeros with a range filled."""
-    grad, out = shape_of(node.args[0]), shape_of(node)  # type: ignore[arg-type]
-    dim = int(node.args[2]) % len(out)  # type: ignore[arg-type]
-    dims = named("d", len(out))
-    operand = tuple(("g",) if i == dim else d for i, d in enumerate(dims))
-    sizes = bind_sizes([dims, operand], [out, grad])
-    return Rule((operand,), (dims,), sizes, frozenset({f"d{dim}", "g"}), linear=_PASS,
-                localize=_local_slice_backward)  # fmt: skip
-
-
-def _local_slice_backward(local: Local) -> Call:
-    grad, _, *rest = local.node.args
-    return Call(aten.slice_backward.default, (grad, local.result_shape(), *rest))
+def _in_order(op: Any, order: list[int], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    inverse = sorted(range(x.ndim), key=lambda i: order[i])
+    return op(x.permute(order).contiguous().permute(inverse), *args, **kwargs)
 
 
 TABLE: dict[Any, Any] = {
-    aten.view: _reshape,
-    aten._unsafe_view: _reshape,
-    aten.reshape: _reshape,
-    aten._reshape_alias: _reshape,
+    **dict.fromkeys(
+        (aten.view.default, aten._unsafe_view, aten.reshape, aten._reshape_alias), _reshape
+    ),
     aten.permute: _permute,
     aten.transpose: _transpose,
     aten.t: _t,
@@ -289,18 +227,6 @@ TABLE: dict[Any, Any] = {
     aten.unbind: _unbind,
     aten.unsqueeze: _unsqueeze,
     aten.squeeze: _squeeze,
-    aten.slice: _cut,
-    aten.narrow: _cut,
-    aten.split: _cut,
-    aten.split_with_sizes: _cut,
-    aten.constant_pad_nd: _cut,
-    aten.flip: _whole_dims(1),
-    aten.roll: _whole_dims(2),
-    aten.cumsum: _whole_dims(1),
-    aten.cumprod: _whole_dims(1),
-    aten.sort: _whole_dims(1),
-    aten.cat: _cat,
-    aten.stack: _stack,
-    aten.select_backward: _select_backward,
-    aten.slice_backward: _slice_backward,
+    aten.view_as_real: _paired,
+    aten.view_as_complex: _paired,
 }

@@ -1,0 +1,136 @@
+"""The runtime of a process mesh: one process a device, started by torchrun.
+
+Every process runs the same script. What ranks would wait for each other for is agreed on first (see
+`pfx.runtime.fingerprint`), so that a missing or different rank is an error that names it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pfx.compiler.ir import Instr, Reshard, Value
+from pfx.compiler.program import Program
+from pfx.compiler.reshard import plan_moves
+from pfx.errors import MeshError, message
+from pfx.mesh import Mesh
+from pfx.runtime import device, process_start
+from pfx.runtime.executor import Executor
+from pfx.runtime.fingerprint import agree
+from pfx.runtime.process_group import group_of
+from pfx.spec import Layout, local_slices, replicated
+
+Parts = list[torch.Tensor]
+
+
+class ProcessRuntime:
+    """This process's device of a mesh: every value is a list of one part.
+
+    Args:
+        mesh: its devices are the ranks, row-major.
+        timeout: seconds that ranks wait for each other; None for PFX_TIMEOUT, or else 60 at a
+            meeting and 600 in a collective.
+
+    Raises:
+        MeshError: when no launcher started this process, or as many processes as the mesh has
+            devices do not run.
+    """
+
+    def __init__(self, mesh: Mesh, *, timeout: float | None = None) -> None:
+        self.mesh, self.wanted = mesh, timeout
+        self.ranks = process_start.ranks(mesh)
+        self.timeout = process_start.seconds(timeout, process_start.MEETING)
+        self.patience = process_start.seconds(timeout, process_start.COLLECTIVE)
+        self.coordinate: Mapping[str, int] | None = self.ranks.coordinate(mesh)
+
+    def prepare(
+        self, program: Program, *, check: bool = False, deterministic: bool = False
+    ) -> Callable[[list[Any]], list[Any]]:
+        """Make a program callable on lists of one part each.
+
+        The first call compares the program with that of every other rank, and makes the groups.
+
+        Raises:
+            MeshError: for check=True, which needs the other devices' copies.
+        """
+        if check:
+            raise MeshError(
+                message(
+                    f"process mesh {self.mesh}:",
+                    "check=True needs every device's copy.",
+                    fix='drop check=True, or make_mesh(..., kind="simulated")',
+                )
+            )
+        return _Prepared(self, program, deterministic=deterministic)
+
+    def split(self, tensor: torch.Tensor, layout: Layout) -> Parts:
+        """This process's part of a global tensor, which is the same on every rank."""
+        device.select(self.mesh.device, self.ranks.local)
+        tensor = tensor.detach()
+        if self.mesh.count(layout.axes) > 1:
+            tensor = tensor[
+                local_slices(tensor.shape, layout, self.mesh, self.ranks.coordinate(self.mesh))
+            ].clone()
+        return [tensor.to(self.mesh.device)]
+
+    def join(
+        self, shape: Sequence[int], dtype: Any, layout: Layout, parts: Sequence[Any]
+    ) -> torch.Tensor:
+        """The global tensor; every rank calls it and gets it."""
+        if self.mesh.count(layout.axes) == 1:
+            return parts[0]
+        ((whole,),) = _gathering(self.mesh, tuple(shape), dtype, layout, self.wanted)([[*parts]])
+        return whole
+
+
+class _Prepared:
+    """A program that agrees with the other ranks on its first call, and then runs."""
+
+    def __init__(self, runtime: ProcessRuntime, program: Program, *, deterministic: bool) -> None:
+        self.runtime, self.program, self.deterministic = runtime, program, deterministic
+        self.executor: Executor | None = None
+
+    def __call__(self, inputs: list[Parts]) -> list[Parts]:
+        """Run on lists of one part each; empties them, so that parts can be freed."""
+        if self.executor is None:
+            self.executor = self.start()
+        parts = [value.pop() for value in inputs]
+        inputs.clear()
+        return [[part] for part in self.executor(parts)]
+
+    def start(self) -> Executor:
+        """Agree on the program, then make its groups."""
+        runtime, mesh = self.runtime, self.runtime.mesh
+        store = process_start.start(mesh, runtime.ranks, runtime.timeout, runtime.patience)
+        text = f"mesh {mesh}\ndeterministic {self.deterministic}\n{self.program.text()}"
+        ranks, where = runtime.ranks, f"process mesh {mesh}:"
+        agree(
+            store,
+            "program",
+            text,
+            rank=ranks.rank,
+            size=ranks.size,
+            timeout=runtime.timeout,
+            where=where,
+        )
+        here, wait = runtime.ranks.coordinate(mesh), runtime.patience
+        group = lambda axes: group_of(mesh, axes, here, mesh.device, wait)
+        return Executor(self.program, here, group, deterministic=self.deterministic)
+
+
+@functools.lru_cache(maxsize=1024)
+def _gathering(
+    mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, timeout: float | None
+) -> Callable[[list[Any]], list[Any]]:
+    """A program that gathers a value on every rank."""
+    now = value = Value(0, shape, dtype, layout)
+    instrs: list[Instr] = []
+    for number, move in enumerate(plan_moves(layout, replicated(len(shape))), 1):
+        after = Value(number, shape, dtype, move.layout)
+        instrs.append(Reshard(move, (now,), (after,), reason="device_get", moves=(move,)))
+        now = after
+    program = Program(mesh, [value], [now], instrs)
+    return ProcessRuntime(mesh, timeout=timeout).prepare(program)

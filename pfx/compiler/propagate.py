@@ -409,14 +409,14 @@ class _Sweeps:
         rule = self.context.rule(node)
         if rule.free:
             return []
-        # The wish comes first: what this node decided without knowing it only fills the gaps.
-        busy = tuple(a for layout in decision.operands for a in layout.partial)
+        # The wish comes first: what this node decided without knowing it only fills the gaps. An axis
+        # over which a partial sum flows through is not taken: the wish may be to scatter it.
         assignment: Assignment = {}
         wishes = self.result_wishes(node)
         for dims, wish in zip(rule.results, wishes, strict=True):
             if wish is not None and dims:
-                self.merge(rule, assignment, self.proposal(rule, dims, wish), busy)
-        self.merge(rule, assignment, decision.assignment, busy)
+                self.merge(rule, assignment, self.proposal(rule, dims, wish), ())
+        self.merge(rule, assignment, decision.assignment, ())
         open_factors = self.open_factors(rule, wishes)
         return [
             (n, _opinion(rule, dims, assignment, open_factors))

@@ -12,6 +12,7 @@ dtype. Scalars such as the learning rate are 0-d float64 tensors, which widen no
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -132,11 +133,9 @@ def global_norm(values: Any) -> Tensor:
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     tensor(5.)
     """
-    total = None
-    for leaf in tree.leaves(widen(values)):
-        square = torch.sum(leaf * leaf)
-        total = square if total is None else total + square
-    return torch.zeros(()) if total is None else torch.sqrt(total)
+    # All squares first, then their sum: the reductions of sharded leaves can travel together.
+    squares = [torch.sum(leaf * leaf) for leaf in tree.leaves(widen(values))]
+    return torch.sqrt(functools.reduce(torch.add, squares)) if squares else torch.zeros(())
 
 
 def wide_dtype(x: Tensor, path: tree.Path = ()) -> torch.dtype:

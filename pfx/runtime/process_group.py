@@ -71,7 +71,7 @@ class NativeGroup:
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
         """(n,) of each member -> (members, n), as bytes: a gather only carries."""
         rows = mine.new_empty((self.size, mine.numel()))
-        self.call("a gather", _all_gather, _bytes(rows).view(-1), _bytes(mine))
+        self.call(_all_gather, _bytes(rows).view(-1), _bytes(mine))
         return _ordered(rows, self.to_ours)
 
     def exchange(self, rows: torch.Tensor) -> torch.Tensor:
@@ -85,30 +85,30 @@ class NativeGroup:
 
     def sum(self, mine: torch.Tensor) -> torch.Tensor:
         """The sum over members, in place."""
-        self.call("a sum", dist.all_reduce, mine)
+        self.call(dist.all_reduce, mine)
         return mine
 
     def scatter_sum(self, rows: torch.Tensor) -> torch.Tensor:
         """The sum of what is for us."""
         mine = rows.new_empty(rows.shape[1])
-        self.call("a reduce-scatter", _reduce_scatter, mine, _ordered(rows, self.to_torch).view(-1))
+        self.call(_reduce_scatter, mine, _ordered(rows, self.to_torch).view(-1))
         return mine
 
-    def call(self, what: str, collective: Any, *tensors: torch.Tensor) -> None:
+    def call(self, collective: Any, *tensors: torch.Tensor) -> None:
         """Run one collective; its failure names the group."""
         if not tensors[-1].numel():
             return
         try:
             collective(*tensors, group=self.handle)
         except RuntimeError as error:
-            raise self.failed(what, error) from error
+            raise self.failed(error) from error
 
-    def failed(self, what: str, error: Exception) -> RuntimeMismatchError:
+    def failed(self, error: Exception) -> RuntimeMismatchError:
         """Another member died, is elsewhere, or took longer than the timeout."""
         ranks = dist.get_process_group_ranks(self.handle)
         return RuntimeMismatchError(
             message(
-                f"process mesh: {what} over {self.name}",
+                f"process mesh: a collective over {self.name}",
                 "did not complete.",
                 f"ranks {', '.join(map(str, ranks))} take part; this is rank {dist.get_rank()}.",
                 str(error).splitlines()[0],
@@ -143,7 +143,7 @@ class GlooGroup(NativeGroup):
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise self.failed("a gather", error) from error
+            raise self.failed(error) from error
         return rows
 
 

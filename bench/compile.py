@@ -19,11 +19,12 @@ import pfx
 from models import llama
 
 SMALL = llama.Config(
-    num_layers=4, embed_dim=256, num_heads=8, num_kv_heads=4, head_dim=32, mlp_dim=688, vocab_size=1024, max_seq_len=128
+    num_layers=4, embed_dim=256, num_heads=8, num_kv_heads=4, head_dim=32, mlp_dim=688,
+    vocab_size=1024, max_seq_len=128,
 )  # fmt: skip
 
 
-def compile_step(config: llama.Config, plan: pfx.Plan, batch: int, seq: int):  # noqa: ANN201
+def compile_step(config: llama.Config, plan: pfx.Plan, batch: int, seq: int):
     """Return (seconds, program); nothing of the model is ever allocated."""
     optimizer = pfx.optim.chain(pfx.optim.clip_by_global_norm(1.0), pfx.optim.adamw(1e-3))
     start = time.perf_counter()

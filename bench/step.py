@@ -19,7 +19,9 @@ import torch.nn.functional as F
 import pfx
 from models import gpt
 
-CONFIG = gpt.Config(num_layers=4, embed_dim=256, num_heads=8, mlp_dim=1024, vocab_size=1024, max_seq_len=128)  # fmt: skip
+CONFIG = gpt.Config(
+    num_layers=4, embed_dim=256, num_heads=8, mlp_dim=1024, vocab_size=1024, max_seq_len=128
+)
 BATCH, SEQ, LR = 8, 128, 1e-3
 
 
@@ -31,7 +33,8 @@ def batch() -> dict[str, torch.Tensor]:
 def pfx_step(**plan: object) -> Callable[[], float]:
     optimizer = pfx.optim.chain(pfx.optim.clip_by_global_norm(1.0), pfx.optim.adamw(LR))
     train = pfx.make_train_step(
-        gpt.loss_fn(CONFIG), optimizer, pfx.Plan(**plan), init=lambda key: gpt.init(CONFIG, key), axes=gpt.axes(CONFIG)
+        gpt.loss_fn(CONFIG), optimizer, pfx.Plan(**plan),
+        init=lambda key: gpt.init(CONFIG, key), axes=gpt.axes(CONFIG),
     )  # fmt: skip
     state = [train.init(pfx.random.key(0))]
     data = batch()
@@ -60,7 +63,9 @@ def eager_step() -> Callable[[], float]:
             w = pfx.tree.map(lambda p: p[i], params["blocks"])  # noqa: B023
             qkv = norm(x, w["attn_norm"]) @ w["wqkv"].reshape(e, -1) + w["bqkv"].reshape(-1)
             q, k, v = qkv.view(BATCH, SEQ, h, 3, -1).unbind(3)
-            mixed = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)  # fmt: skip
+            mixed = F.scaled_dot_product_attention(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+            )
             x = x + mixed.transpose(1, 2).reshape(BATCH, SEQ, e) @ w["wo"].reshape(e, e) + w["bo"]
             hidden = F.gelu(norm(x, w["mlp_norm"]) @ w["w_up"] + w["b_up"], approximate="tanh")
             x = x + hidden @ w["w_down"] + w["b_down"]

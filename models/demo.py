@@ -18,10 +18,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 import tyro
-from pydoc_data.topics import topics
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -36,12 +36,12 @@ class Args:
     text: Path | None = None
     """A text file; None: the documentation of the Python standard library."""
     steps: int = 240
-    batch: int = 16
+    batch: int = 8
     seq: int = 128
     embed: int = 192
     layers: int = 4
     heads: int = 8
-    lr: float = 3e-3
+    lr: float = 2e-3
     dp: int = 4
     tp: int = 2
     zero: int = 3
@@ -81,7 +81,9 @@ def build(args: Args) -> tuple[gpt.Config, pfx.TrainStep]:
         num_layers=args.layers, embed_dim=args.embed, num_heads=args.heads,
         mlp_dim=4 * args.embed, vocab_size=256, max_seq_len=args.seq,
     )  # fmt: skip
-    schedule = pfx.optim.schedules.cosine(args.lr, total_steps=args.steps, warmup_steps=20)
+    schedule = pfx.optim.schedules.cosine(
+        args.lr, total_steps=args.steps, warmup_steps=min(20, args.steps // 10)
+    )
     decayed = pfx.optim.decay_mask(gpt.axes(config))
     optimizer = pfx.optim.chain(
         pfx.optim.clip_by_global_norm(1.0),
@@ -146,7 +148,9 @@ def compare(
     train: pfx.TrainStep, data: torch.Tensor, args: Args, losses: list[float]
 ) -> tuple[float, int]:
     """The largest relative difference of the loss from the same steps on one device."""
-    alone = [numbers["loss"] for _, numbers in run(train.on_one_device(), data, args, args.compare_steps)]
+    alone = [
+        numbers["loss"] for _, numbers in run(train.on_one_device(), data, args, args.compare_steps)
+    ]
     pairs = list(zip(losses, alone, strict=False))
     return max(abs(a - b) / abs(b) for a, b in pairs), len(pairs)
 
@@ -160,14 +164,17 @@ def main(args: Args) -> None:
     entropy = unigram_entropy(text)
     size = sum(math.prod(leaf.shape) for leaf in pfx.tree.leaves(train.shapes.params))
     console.print(f"text: {len(text):,} bytes, unigram entropy {entropy:.3f} nats a byte")
-    console.print(f"model: {size:,} parameters; mesh: {train.mesh} ({train.mesh.kind}); {train.plan}")
+    console.print(
+        f"model: {size:,} parameters; mesh: {train.mesh} ({train.mesh.kind}); {train.plan}"
+    )
     for note in train.report:
         console.print(f"note: {note}")
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     losses: list[float] = []
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("training", total=args.steps)
-        for step, (state, numbers) in enumerate(run(train, data, args, args.steps), 1):
+        for step, (after, numbers) in enumerate(run(train, data, args, args.steps), 1):
+            state = after
             losses.append(numbers["loss"])
             progress.console.print(line(step, numbers))
             progress.advance(task)
@@ -181,10 +188,14 @@ def main(args: Args) -> None:
         console.print("\n[bold]What it writes[/bold]")
         console.print(written.decode(errors="replace"), markup=False)
     mean = sum(losses[-10:]) / len(losses[-10:])
-    console.print(f"\nloss {mean:.3f} nats a byte over the last steps; unigram entropy {entropy:.3f}")
+    console.print(
+        f"\nloss {mean:.3f} nats a byte over the last steps; unigram entropy {entropy:.3f}"
+    )
     if args.compare_steps and train.mesh.kind == "simulated":
         difference, count = compare(train, data, args, losses)
-        console.print(f"largest relative difference of the loss from one device, {count} steps: {difference:.1e}")  # fmt: skip
+        console.print(
+            f"largest relative difference of the loss from one device, {count} steps: {difference:.1e}"
+        )
 
 
 if __name__ == "__main__":

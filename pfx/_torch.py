@@ -17,12 +17,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.fx
-from torch._C import _functorch
+from torch._C import _functorch  # type: ignore[attr-defined]
 from torch._decomp import get_decompositions as _get_decompositions
 from torch._functorch import eager_transforms, pyfunctorch
 from torch._functorch import vmap as functorch_vmap
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
-from torch.autograd.grad_mode import _force_original_view_tracking
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.autograd.grad_mode import _force_original_view_tracking as _replay_views
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     get_proxy_slot,
@@ -63,6 +64,7 @@ class Traced:
     module: torch.fx.GraphModule
     captured: list[torch.Tensor]
     num_inputs: int
+    fake_mode: FakeTensorMode
 
     @property
     def graph(self) -> torch.fx.Graph:
@@ -91,7 +93,11 @@ def user_source() -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         if not _own_frame(name):
-            return f"{'/'.join(name.rsplit('/', 2)[-2:])}:{frame.f_lineno}"
+            folder, _, file = name.rpartition("/")
+            folder = folder.rpartition("/")[2]
+            # A notebook's cell is a file named after the process and a hash.
+            place = "cell" if folder.startswith("ipykernel_") else f"{folder}/{file}"
+            return f"{place}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
@@ -131,9 +137,7 @@ class _Lift(TorchFunctionMode):
         track_tensor_tree(fake, proxy, constant=None, tracer=self.tracer)
         return fake
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _INNERMOST.get() is not self or _reads_meta(func):
             return func(*args, **kwargs)
@@ -260,17 +264,14 @@ def trace(fn: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> Traced:
         finally:
             _INNERMOST.reset(token)
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_bare())
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        # Without it the gradient of a change in place looks at memory by strides.
-        stack.enter_context(_force_original_view_tracking(True))
+    # Views are replayed, or the gradient of a change in place would look at memory by strides.
+    with _bare(), torch.autograd.set_multithreading_enabled(False), _replay_views(True):
         fakes = [fake_tensor(TensorMeta.of(value), mode) for value in inputs]
         module = make_fx(run, tracing_mode="fake")(*fakes)
     captured = _hoist_captured(module.graph, len(fakes), lifts[0].captured)
     captured += _lift_literals(module)
     module.recompile()
-    return Traced(module, captured, len(fakes))
+    return Traced(module, captured, len(fakes), mode)
 
 
 def _hoist_captured(
@@ -343,11 +344,7 @@ class Primitive(Protocol):
     """
 
     @property
-    def __name__(self) -> str: ...
-
-    def __call__(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]: ...
-
-    def compute(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]: ...
+    def compute(self) -> Callable[..., tuple[torch.Tensor, ...]]: ...
 
 
 def bind(
@@ -391,20 +388,9 @@ def decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:
     return dict(_get_decompositions(list(ops)))
 
 
-def fake_mode_of(graph: torch.fx.Graph) -> FakeTensorMode:
-    """Return the mode that the values of a traced graph belong to."""
-    values = (node.meta.get("val") for node in graph.nodes)
-    return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
-
-
 def fake_call(
     op: Callable[..., Any], args: Sequence[Any], kwargs: Any, mode: FakeTensorMode
 ) -> Any:
     """Run an op on fake tensors: the form of its result, without memory."""
     with _bare(), mode:
         return op(*args, **kwargs)
-
-
-def is_fake(value: Any) -> bool:
-    """Tell whether a tensor is a fake one, without memory."""
-    return isinstance(value, FakeTensor)

@@ -44,8 +44,12 @@ def _spec_leaves(specs: Any, value: Any, where: str) -> list[Any]:
         return tree.broadcast_prefix(specs, value, is_leaf=_is_spec)
     except TreeError as error:
         raise ShardingError(
-            message(where, "a spec tree does not match its value.", str(error),
-                    fix="give one spec per leaf, or one spec for a whole subtree")  # fmt: skip
+            message(
+                where,
+                "a spec tree does not match its value.",
+                str(error),
+                fix="give one spec per leaf, or one spec for a whole subtree",
+            )
         ) from None
 
 
@@ -81,9 +85,7 @@ def device_put(value: Any, mesh: Mesh, specs: Any = None) -> Any:
         leaf = torch.as_tensor(leaf)
         layout = layout_of(spec, leaf.shape, mesh, where)
         parts = tuple(runtime.split(leaf, layout))
-        out.append(
-            Array(tuple(leaf.shape), leaf.dtype, mesh, layout, parts, runtime.coordinate)
-        )
+        out.append(Array(tuple(leaf.shape), leaf.dtype, mesh, layout, parts, runtime.coordinate))
     return tree.unflatten(treedef, out)
 
 
@@ -173,7 +175,9 @@ class Jitted:
         if compiled.run is None:
             raise AssertionError("an abstract mesh has no runtime")
         leaves = tree.leaves(args)
-        ready = [self._parts(leaf, layout) for leaf, layout in zip(leaves, compiled.layouts, strict=True)]
+        ready = [
+            self._parts(leaf, layout) for leaf, layout in zip(leaves, compiled.layouts, strict=True)
+        ]
         ready += [list(runtime.split(t, replicated(t.ndim))) for t in compiled.lowered.captured]
         for leaf, donated in zip(leaves, compiled.donated, strict=True):
             if donated and isinstance(leaf, Array):
@@ -195,8 +199,11 @@ class Jitted:
             array = _resharded(leaf, layout)
             if not array.parts:
                 raise ShardingError(
-                    message(f"{self.name}:", "an argument was donated to an earlier call.",
-                            fix="use the value that call returned, or drop it from donate")  # fmt: skip
+                    message(
+                        f"{self.name}:",
+                        "an argument was donated to an earlier call.",
+                        fix="use the value that call returned, or drop it from donate",
+                    )
                 )
             return list(array.parts)
         return list(runtime_of(self.mesh).split(torch.as_tensor(leaf), layout))
@@ -241,7 +248,9 @@ class Jitted:
             return [
                 None
                 if spec is None
-                else layout_of(spec, value.shape, self.mesh, f"{self.name}: output{tree.path_string(path)}")  # fmt: skip
+                else layout_of(
+                    spec, value.shape, self.mesh, f"{self.name}: output{tree.path_string(path)}"
+                )
                 for spec, value, path in zip(wanted, values, out_paths[0], strict=True)
             ]
 
@@ -253,7 +262,9 @@ class Jitted:
             v.number for v, gone in zip(program.inputs, donated, strict=False) if gone
         )
         if self.options.get("strict") and program.report:
-            raise ShardingError(message(f"{self.name}: strict=True", "does not allow:", *program.report))  # fmt: skip
+            raise ShardingError(
+                message(f"{self.name}: strict=True", "does not allow:", *program.report)
+            )
         run = None
         if self.mesh.kind != "abstract":
             run = runtime_of(self.mesh).prepare(

@@ -69,8 +69,11 @@ class Array:
             from pfx.errors import MeshError, message
 
             raise MeshError(
-                message("Array.full_tensor:", "the other parts are in other processes.",
-                        fix="pfx.device_get(x), called by every rank")  # fmt: skip
+                message(
+                    "Array.full_tensor:",
+                    "the other parts are in other processes.",
+                    fix="pfx.device_get(x), called by every rank",
+                )
             )
         return assemble(self.shape, self.dtype, self.layout, self.mesh, self.parts)
 

@@ -97,7 +97,10 @@ def make_mesh(kind: str | None = None, device: str = "cpu", **axes: int) -> Mesh
     for name, size in axes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise MeshError(
-                message("make_mesh:", f"axis {name!r} has size {size!r}.",
-                        "an axis size is an integer of at least 1.")  # fmt: skip
+                message(
+                    "make_mesh:",
+                    f"axis {name!r} has size {size!r}.",
+                    "an axis size is an integer of at least 1.",
+                )
             )
     return Mesh(tuple(axes.items()), kind, device)

@@ -16,7 +16,7 @@ from pfx import tree
 from pfx.compiler.names import spec_of_names
 from pfx.errors import ShardingError, TreeError, message
 from pfx.mesh import Mesh, make_mesh
-from pfx.spec import P
+from pfx.spec import Axes, P
 
 DATA = "dp"
 TENSOR = "tp"
@@ -55,7 +55,9 @@ class Plan:
         for name in ("dp", "tp", "microbatches"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ShardingError(message(f"Plan: {name}={value!r}", "must be an integer of at least 1."))  # fmt: skip
+                raise ShardingError(
+                    message(f"Plan: {name}={value!r}", "must be an integer of at least 1.")
+                )
         if self.zero not in (0, 1, 2, 3):
             raise ShardingError(
                 message(f"Plan: zero={self.zero!r}", "is no ZeRO stage.", fix="0, 1, 2 or 3")
@@ -88,10 +90,14 @@ class Plan:
             where = f"params{tree.path_string(path)}"
             if len(text.split()) != len(leaf.shape):
                 raise ShardingError(
-                    message(f"axes: {where}", f"names {len(text.split())} dims, the parameter has {len(leaf.shape)}.",
-                            f"axes: {text!r}", f"shape: {tuple(leaf.shape)}")  # fmt: skip
+                    message(
+                        f"axes: {where}",
+                        f"names {len(text.split())} dims, the parameter has {len(leaf.shape)}.",
+                        f"axes: {text!r}",
+                        f"shape: {tuple(leaf.shape)}",
+                    )
                 )
-            note = lambda line, where=where: report.append(f"{where}: {line}")  # noqa: E731
+            note = lambda line, where=where: report.append(f"{where}: {line}")
             specs.append(spec_of_names(text, leaf.shape, self.logical_names, mesh, note))
         return tree.unflatten(treedef, specs)
 
@@ -101,7 +107,9 @@ class Plan:
         pairs, treedef = tree.flatten_with_path(shapes)
         names = _axes_leaves(axes, treedef, pairs)
         out = []
-        for (path, leaf), text, spec in zip(pairs, names, tree.leaves(specs, _is_spec), strict=True):
+        for (path, leaf), text, spec in zip(
+            pairs, names, tree.leaves(specs, _is_spec), strict=True
+        ):
             split = _with_data_axis(spec, text.split(), leaf.shape, mesh)
             if split is None:
                 report.append(
@@ -121,8 +129,12 @@ def _axes_leaves(axes: Any, treedef: tree.TreeDef, pairs: Sequence[Any]) -> list
         return tree.match(treedef, axes, [path for path, _ in pairs])
     except TreeError as error:
         raise ShardingError(
-            message("make_train_step: axes", "do not match the parameters.", str(error),
-                    fix="return from axes(config) a tree like init's, with one string per leaf")  # fmt: skip
+            message(
+                "make_train_step: axes",
+                "do not match the parameters.",
+                str(error),
+                fix="return from axes(config) a tree like init's, with one string per leaf",
+            )
         ) from None
 
 
@@ -131,7 +143,7 @@ def _with_data_axis(spec: P, names: list[str], shape: Sequence[int], mesh: Mesh)
     n = mesh.shape[DATA]
     if n == 1:
         return spec
-    entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in spec]
+    entries: list[Axes] = [(e,) if isinstance(e, str) else tuple(e or ()) for e in spec]
     entries += [()] * (len(shape) - len(entries))
     if any(DATA in e for e in entries):
         return spec

@@ -32,13 +32,14 @@ class P(tuple):
 
     __slots__ = ()
 
-    def __new__(cls, *entries: str | None | Sequence[str]) -> P:
+    def __new__(cls, *entries: str | Sequence[str] | None) -> P:
         for entry in entries:
             names = (entry,) if isinstance(entry, str) or entry is None else tuple(entry)
             if not all(name is None or isinstance(name, str) for name in names):
                 raise ShardingError(
-                    message("P:", f"{entry!r} is not an axis name.",
-                            fix='P("dp", None, ("tp", "cp"))')  # fmt: skip
+                    message(
+                        "P:", f"{entry!r} is not an axis name.", fix='P("dp", None, ("tp", "cp"))'
+                    )
                 )
         return super().__new__(
             cls, tuple(e if isinstance(e, str) or e is None else tuple(e) for e in entries)
@@ -85,7 +86,9 @@ class Layout:
         >>> Layout((("dp",), ()), ("tp",)).text((8, 4), torch.float32)
         'f32[8/dp, 4]+tp'
         """
-        dims = ", ".join("/".join((str(n), *axes)) for n, axes in zip(shape, self.dims, strict=True))
+        dims = ", ".join(
+            "/".join((str(n), *axes)) for n, axes in zip(shape, self.dims, strict=True)
+        )
         owed = "".join(f"+{axis}" for axis in self.partial)
         kind = "" if self.reduce == "sum" or not self.partial else f"({self.reduce})"
         return f"{dtype_name(dtype)}[{dims}]{owed}{kind}"
@@ -100,7 +103,7 @@ def effective(layout: Layout, mesh: Mesh) -> Layout:
     """
     if all(mesh.shape[axis] > 1 for axis in layout.axes):
         return layout
-    real = lambda axes: tuple(axis for axis in axes if mesh.shape[axis] > 1)  # noqa: E731
+    real = lambda axes: tuple(axis for axis in axes if mesh.shape[axis] > 1)
     return replace(layout, dims=tuple(map(real, layout.dims)), partial=real(layout.partial))
 
 
@@ -183,9 +186,7 @@ def _check_axes(spec: P, entries: Sequence[Axes], mesh: Mesh, where: str) -> Non
         seen.add(axis)
 
 
-def _indivisible(
-    spec: P, dim: int, size: int, axes: Axes, mesh: Mesh, where: str
-) -> str:
+def _indivisible(spec: P, dim: int, size: int, axes: Axes, mesh: Mesh, where: str) -> str:
     n = mesh.count(axes)
     named = " and ".join(f'"{axis}" (size {mesh.shape[axis]})' for axis in axes)
     below, above = size - size % n, size - size % n + n

@@ -69,8 +69,9 @@ def make_train_step(
         A `TrainStep` with ``init(key) -> state`` and ``step(state, batch) -> (state, metrics)``;
         metrics hold loss (the weighted mean), weight, grad_norm (before clipping) and lr.
     """
-    options = {"check": check, "deterministic": deterministic}
-    return TrainStep(loss_fn, optimizer, plan, init, axes, mesh or plan.mesh(), donate, options)
+    return TrainStep(
+        loss_fn, optimizer, plan, init, axes, mesh or plan.mesh(), donate, check, deterministic
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +85,8 @@ class TrainStep:
     axes: Any
     mesh: Mesh
     donate: bool
-    options: dict[str, bool]
+    check: bool
+    deterministic: bool
 
     # Where the state lives ----------------------------------------------------------------------
 
@@ -125,7 +127,9 @@ class TrainStep:
         """Give each leaf of the optimizer state the spec of the parameter it mirrors, if any."""
         pairs, _ = tree.flatten_with_path(self.shapes.params)
         flat = tree.leaves(specs, lambda node: isinstance(node, P))
-        known = [(path, tuple(leaf.shape), spec) for (path, leaf), spec in zip(pairs, flat, strict=True)]
+        known = [
+            (path, tuple(leaf.shape), spec) for (path, leaf), spec in zip(pairs, flat, strict=True)
+        ]
 
         def spec_of(path: tree.Path, leaf: Any) -> P:
             for suffix, shape, spec in known:
@@ -181,7 +185,8 @@ class TrainStep:
                 out_specs=(self.state_specs, P()),
                 donate=(0,) if self.donate else (),
                 names=self.plan.logical_names,
-                **self.options,
+                check=self.check,
+                deterministic=self.deterministic,
             )
         return self._jitted[key]
 
@@ -235,7 +240,10 @@ class TrainStep:
         cut = tree.map(lambda leaf: _interleave(leaf, count), batch)
         sums = eval_shape(self.loss_fn, params, tree.map(lambda x: x[0], cut), key)
         start = label(tree.map(torch.zeros_like, params), "gradients")
-        zeros = (start, *tree.map(lambda s: torch.zeros(s.shape, dtype=s.dtype, device=key.device), sums))
+        zeros = (
+            start,
+            *tree.map(lambda s: torch.zeros(s.shape, dtype=s.dtype, device=key.device), sums),
+        )
         index = torch.arange(count, device=key.device)
 
         def add(total: Any, item: Any) -> tuple[Any, None]:

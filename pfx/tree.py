@@ -111,9 +111,7 @@ def flatten_with_path(
     return pairs, walk(tree, ())
 
 
-def flatten(
-    tree: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> tuple[list[Any], TreeDef]:
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeDef]:
     """Return the leaves of `tree` in a fixed order, and its structure.
 
     >>> flatten({"b": 1, "a": (2, 3)})[0]
@@ -157,7 +155,7 @@ def structure(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> TreeDe
     return flatten(tree, is_leaf)[1]
 
 
-def map(  # noqa: A001 - jax.tree.map's name
+def map(
     fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
     """Apply `fn` leaf by leaf to one or more trees of the same structure.
@@ -174,7 +172,9 @@ def map_with_path(
     """Apply ``fn(path, leaf, *other_leaves)``; `path_string` makes a path readable."""
     pairs, treedef = flatten_with_path(tree, is_leaf)
     columns = [match(treedef, other, [p for p, _ in pairs]) for other in rest]
-    return unflatten(treedef, [fn(*pair, *others) for pair, *others in zip(pairs, *columns)])
+    return unflatten(
+        treedef, [fn(*pair, *others) for pair, *others in zip(pairs, *columns, strict=True)]
+    )
 
 
 def match(treedef: TreeDef, other: Any, paths: list[Path]) -> list[Any]:
@@ -197,7 +197,7 @@ def match(treedef: TreeDef, other: Any, paths: list[Path]) -> list[Any]:
             )
         keys, children = opened[2], opened[3]
         names = definition.keys or tuple(f"[{i}]" for i in range(len(definition.children)))
-        if definition.keys and tuple(keys) != definition.keys or len(keys) != len(names):
+        if (definition.keys and tuple(keys) != definition.keys) or len(keys) != len(names):
             missing = [k for k in names if k not in keys]
             extra = [k for k in keys if k not in names]
             raise TreeError(
@@ -229,7 +229,7 @@ def broadcast_prefix(
             out.extend([left] * len(leaves(right)))
             return
         other = _open(right)
-        kind, context, keys, children = opened
+        kind, _, keys, children = opened
         if other is None or other[0] is not kind:
             raise TreeError(
                 f"{path_string(path) or 'the tree'}: a {kind.__name__} where the value is "

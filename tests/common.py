@@ -137,7 +137,9 @@ def _size(x: torch.Tensor) -> float:
 
 def assert_same_run(found: list[State], expected: list[State], tol: float) -> None:
     """Assert that two runs agree after every step: metrics, parameters, optimizer state, key."""
-    for step, ((state, metrics), (state_, metrics_)) in enumerate(zip(found, expected, strict=True)):
+    for step, ((state, metrics), (state_, metrics_)) in enumerate(
+        zip(found, expected, strict=True)
+    ):
         assert_close(metrics, metrics_, tol, f"step {step}: metrics")
         assert_close(state.params, state_.params, tol, f"step {step}: params")
         assert_close(state.opt_state, state_.opt_state, tol, f"step {step}: opt_state")

@@ -30,7 +30,8 @@ class Collective:
         times = f" x{self.count}" if self.count > 1 else ""
         place = f"  {self.source}" if self.source else ""
         what = f"{self.dtype}{list(self.shape)}"
-        return f"{self.op:<14} {','.join(self.axes):<8} {what:<24} {self.bytes:>12,} B{times}  {self.reason}{place}"  # fmt: skip
+        left = f"{self.op:<14} {','.join(self.axes):<8} {what:<24} {self.bytes:>12,} B{times}"
+        return f"{left}  {self.reason}{place}"
 
 
 @dataclass

@@ -66,7 +66,9 @@ def _var(x: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: b
     return (total / max(freedom, 0)).to(x.dtype)
 
 
-def _unbiased(x: torch.Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False) -> Any:
+def _unbiased(
+    x: torch.Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False
+) -> Any:
     """The older signature of var and std: ``(x, unbiased)`` or ``(x, dim, unbiased, keepdim)``."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
@@ -115,14 +117,18 @@ def _scaled(x: torch.Tensor, factor: Any) -> torch.Tensor:
     return x if factor == 1 else x * (factor if exact else int(factor))
 
 
-def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:  # fmt: skip
+def _addmm(
+    bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Any:
     product = _scaled(a @ b, alpha)
     if beta == 0:  # then a NaN in the bias does not count
         return product + torch.zeros_like(bias)
     return product + _scaled(bias, beta)
 
 
-def _addbmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:  # fmt: skip
+def _addbmm(
+    bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Any:
     m, n = a.shape[1], b.shape[2]
     return _addmm(bias, a.transpose(0, 1).reshape(m, -1), b.reshape(-1, n), beta=beta, alpha=alpha)
 

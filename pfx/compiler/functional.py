@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from pfx._torch import OpOverload
 from pfx.errors import TraceError, message
 from pfx.lax.scan import Loop
 
@@ -18,7 +19,7 @@ def check_pure(module: torch.fx.GraphModule, where: str) -> None:
     for node in module.graph.nodes:
         if isinstance(node.target, Loop):
             check_pure(node.target.body.module, where)
-        elif isinstance(node.target, torch._ops.OpOverload):
+        elif isinstance(node.target, OpOverload):
             _check_random(node, where)
 
 
@@ -47,5 +48,5 @@ def _drops_nothing(node: torch.fx.Node) -> bool:
     for i, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
             value = node.args[i] if len(node.args) > i else node.kwargs.get("dropout_p", 0.0)
-            return value == 0.0
+            return bool(value == 0.0)
     return False

@@ -7,17 +7,15 @@ new ones (static single assignment); a loop holds a program of its own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import torch
 
 from pfx.compiler.reshard import Move
 from pfx.mesh import Mesh
 from pfx.spec import Axes, Layout, local_bytes, local_shape
-
-if TYPE_CHECKING:
-    from pfx.compiler.program import Program
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +84,7 @@ class Reshard:
 class LoopInstr:
     """A scan: `body` runs `length` times; operands are carries, xs, consts; outs carries, ys."""
 
-    body: Program
+    body: Block
     num_carry: int
     num_xs: int
     length: int
@@ -97,6 +95,24 @@ class LoopInstr:
 
 
 Instr = Compute | Reshard | LoopInstr
+
+
+@dataclass(eq=False)
+class Block:
+    """Instructions between inputs and outputs: the body of a loop, or a whole program."""
+
+    mesh: Mesh
+    inputs: list[Value]
+    outputs: list[Value]
+    instrs: list[Instr]
+    names: list[str] = field(default_factory=list)  # key paths of the inputs of a program
+    donated: frozenset[int] = frozenset()  # numbers of inputs whose memory may be reused
+    report: list[str] = field(default_factory=list)  # what the compiler had to fall back on
+
+    @cached_property
+    def streams(self) -> frozenset[int]:
+        """Stacked results that only other loops read, slice by slice: they need no stacking."""
+        return streams_of(self.instrs, self.outputs)
 
 
 def values_in(arg: Any) -> Iterator[Value]:

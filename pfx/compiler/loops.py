@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.fx
@@ -129,7 +130,7 @@ def prune_loops(graph: torch.fx.Graph) -> None:
 
 
 def _prune(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    items = {item.args[1]: item for item in node.users}
+    items: dict[Any, torch.fx.Node] = {item.args[1]: item for item in node.users}
     if not items:
         graph.erase_node(node)
         return

@@ -77,4 +77,5 @@ def lower(
         replace(v, layout=a or v.layout) for v, a in zip(program.outputs, asked_out, strict=True)
     ]
     program.report = list(context.report)
-    return Lowered(bucket_collectives(program, bucket_bytes), traced.captured)
+    bucket_collectives(program, bucket_bytes)
+    return Lowered(program, traced.captured)

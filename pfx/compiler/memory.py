@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from pfx.compiler.ir import Compute, Instr, LoopInstr, Reshard, Value, last_uses
+from pfx._torch import OpOverload
+from pfx.compiler.ir import Block, Compute, Instr, LoopInstr, Reshard, Value, last_uses
 from pfx.mesh import Mesh
-
-if TYPE_CHECKING:
-    from pfx.compiler.program import Program
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class _Heap:
             self.live[storage.role] -= storage.size
 
 
-def memory_of(program: Program) -> Memory:
+def memory_of(program: Block) -> Memory:
     """Walk a program and return its memory per device."""
     heap = _Heap()
     arguments: Counter[str] = Counter()
@@ -100,7 +98,11 @@ def role_of_path(path: str) -> str:
 
 
 def _walk(
-    instrs: Sequence[Instr], outputs: Sequence[Value], env: dict[int, _Storage], heap: _Heap, mesh: Mesh
+    instrs: Sequence[Instr],
+    outputs: Sequence[Value],
+    env: dict[int, _Storage],
+    heap: _Heap,
+    mesh: Mesh,
 ) -> None:
     for instr, dead in zip(instrs, last_uses(instrs, outputs), strict=True):
         if isinstance(instr, LoopInstr):
@@ -133,7 +135,7 @@ def is_view(target: Any) -> bool:
     """Tell whether a call returns its first operand's memory."""
     if target is torch.ops.aten.reshape.default:
         return True  # a copy only where the strides force one
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     return any(r.alias_info is not None for r in target._schema.returns)
 

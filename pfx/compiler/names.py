@@ -45,7 +45,9 @@ def spec_of_names(
         axes = (wanted,) if isinstance(wanted, str) else tuple(wanted or ())
         axes = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
         if axes and size % mesh.count(axes):
-            note(f'"{name}" (size {size}) does not divide by {"*".join(axes)}={mesh.count(axes)}: whole')  # fmt: skip
+            note(
+                f'"{name}" (size {size}) does not divide by {"*".join(axes)}={mesh.count(axes)}: whole'
+            )
             axes = ()
         if used & set(axes):
             note(f'"{text}": {name!r} stays whole, {", ".join(used & set(axes))} is already used')

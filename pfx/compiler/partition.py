@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from pfx.compiler.loops import outputs_of, placeholders
 from pfx.compiler.ir import Compute, Instr, LoopInstr, Reshard, Value, values_in
+from pfx.compiler.loops import outputs_of, placeholders
 from pfx.compiler.program import Program
 from pfx.compiler.propagate import Context, Decision, Solution
 from pfx.compiler.reshard import plan_moves
@@ -41,9 +41,7 @@ def partition(
 class _Emitter:
     """Walks a graph once, appending instructions."""
 
-    def __init__(
-        self, module: torch.fx.GraphModule, solution: Solution, context: Context
-    ) -> None:
+    def __init__(self, module: torch.fx.GraphModule, solution: Solution, context: Context) -> None:
         self.module, self.solution, self.context = module, solution, context
         self.mesh = context.mesh
         self.instrs: list[Instr] = []
@@ -51,7 +49,6 @@ class _Emitter:
         self.moved: dict[tuple[int, Layout], Value] = {}
         self.free: dict[Node, Rule] = {}
         self.count = 0
-        self.roles: dict[Node, str] = {}
 
     def run(self, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Program:
         graph = self.module.graph
@@ -113,8 +110,8 @@ class _Emitter:
         kwargs = _substitute(dict(call.kwargs), values)
         fakes = result_values(node)
         outs = tuple(
-            self.new(fake, layout) if isinstance(fake, torch.Tensor) else None
-            for fake, layout in zip(fakes, decision.results, strict=True)
+            self.new(fake, layout, role) if isinstance(fake, torch.Tensor) else None
+            for fake, layout, role in zip(fakes, decision.results, _roles(node), strict=True)
         )
         ins = tuple(dict.fromkeys([*values_in(args), *values_in(kwargs)]))
         many = isinstance(node.meta["val"], (list, tuple))
@@ -134,7 +131,9 @@ class _Emitter:
             self.values[target] = value
             kept = self.solution.layouts[target]
             if kept != value.layout:
-                self.values[target] = self.move(value, kept, target, "a partial sum with several readers")  # fmt: skip
+                self.values[target] = self.move(
+                    value, kept, target, "a partial sum with several readers"
+                )
 
     def loop(self, node: Node, decision: Decision) -> None:
         """Emit a loop: its operands brought to the body's layouts, its body partitioned."""
@@ -150,13 +149,19 @@ class _Emitter:
                 dims = (*lead, *(axes or () for axes in wish)) if wish else ((),) * len(layout.dims)
                 layout = Layout(dims)
             ins.append(self.at(operand, layout, node, "an operand of the loop"))  # type: ignore[arg-type]
-            inner = Layout(layout.dims[1:], layout.partial, layout.reduce) if c <= i < c + x else layout  # fmt: skip
+            inner = (
+                Layout(layout.dims[1:], layout.partial, layout.reduce) if c <= i < c + x else layout
+            )
             body_inputs.append(inner)
         outs_layout = decision.results
-        body_outs = [*outs_layout[:c], *(Layout(k.dims[1:], k.partial, k.reduce) for k in outs_layout[c:])]  # fmt: skip
+        body_outs = [
+            *outs_layout[:c],
+            *(Layout(k.dims[1:], k.partial, k.reduce) for k in outs_layout[c:]),
+        ]
         body = partition(loop.body.module, decision.body, body_inputs, body_outs, self.context)
         outs = tuple(
-            self.new(fake, layout) for fake, layout in zip(node.meta["val"], outs_layout, strict=True)
+            self.new(fake, layout, role)
+            for fake, layout, role in zip(node.meta["val"], outs_layout, _roles(node), strict=True)
         )
         source = node.meta.get("source", "")
         self.instrs.append(
@@ -226,6 +231,17 @@ def _substitute(arg: Any, values: dict[Node, Value]) -> Any:
     return arg
 
 
+def _roles(node: Node) -> list[str]:
+    """The labelled role of each result of a node."""
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor):
+        return [node.meta.get("role", "")]
+    roles = [""] * len(value)
+    for item in node.users:
+        roles[item.args[1]] = item.meta.get("role", "")  # type: ignore[index]
+    return roles
+
+
 def _reason(node: Node) -> str:
     name = str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.")
     return f"an operand of {name}"
@@ -246,4 +262,3 @@ def _source(node: Node) -> str:
                 seen.add(parent)
                 queue.append(parent)
     return ""
-

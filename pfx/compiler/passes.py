@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pfx.compiler.ir import Instr, LoopInstr, Reshard, Value
-from pfx.compiler.program import Program
+from pfx.compiler.ir import Block, Instr, LoopInstr, Reshard, Value
 from pfx.mesh import Mesh
 
 
-def bucket_collectives(program: Program, limit: int) -> Program:
-    """Join collectives of one kind, axes and dtype into buckets of at most `limit` bytes."""
-    program.instrs = _bucketed(program.instrs, program.inputs, program.mesh, limit)
-    return program
+def bucket_collectives(block: Block, limit: int) -> None:
+    """Join collectives of one kind, axes and dtype into buckets of at most `limit` bytes, in place."""
+    block.instrs = _bucketed(block.instrs, block.inputs, block.mesh, limit)
 
 
 def _bucketed(
@@ -30,9 +28,9 @@ def _bucketed(
     for i, instr in enumerate(done):
         for value in instr.ins:
             deadline.setdefault(value.number, i)
-        for out in instr.outs:
-            if out is not None:
-                ready[out.number] = i
+        for result in instr.outs:
+            if result is not None:
+                ready[result.number] = i
     loose = [i for i, instr in enumerate(done) if isinstance(instr, Reshard) and instr.communicates]
     first_use = {i: deadline.get(done[i].outs[0].number, len(done)) for i in loose}  # type: ignore[union-attr]
     placed: dict[int, list[Reshard]] = {}
@@ -57,9 +55,9 @@ def _bucketed(
 
 
 def _inside(instr: Instr, limit: int) -> Instr:
-    if not isinstance(instr, LoopInstr):
-        return instr
-    return replace(instr, body=bucket_collectives(instr.body, limit))
+    if isinstance(instr, LoopInstr):
+        bucket_collectives(instr.body, limit)
+    return instr
 
 
 def _key(instr: Reshard) -> tuple[object, ...]:

@@ -7,35 +7,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-import torch
-
+from pfx._torch import OpOverload
 from pfx.compiler.bill import Collective, bill_of
-from pfx.compiler.ir import Instr, LoopInstr, Reshard, Value, streams_of
+from pfx.compiler.ir import Block, Instr, LoopInstr, Reshard, Value
 from pfx.compiler.memory import Memory, memory_of
-from pfx.mesh import Mesh
 from pfx.spec import dtype_name
 
 
-@dataclass(eq=False)
-class Program:
-    """A per-device program for every device of a mesh."""
-
-    mesh: Mesh
-    inputs: list[Value]
-    outputs: list[Value]
-    instrs: list[Instr]
-    names: list[str] = field(default_factory=list)  # key paths of the inputs
-    donated: frozenset[int] = frozenset()  # numbers of inputs whose memory may be reused
-    report: list[str] = field(default_factory=list)  # what the compiler had to fall back on
-
-    @cached_property
-    def streams(self) -> frozenset[int]:
-        """Stacked results that only other loops read, slice by slice: they need no stacking."""
-        return streams_of(self.instrs, self.outputs)
+class Program(Block):
+    """A per-device program for every device of a mesh, with what can be read off it."""
 
     def text(self) -> str:
         """The whole program, one line per instruction."""
@@ -62,7 +44,7 @@ class Program:
         return self.text()
 
 
-def _collectives(program: Program, times: int, buckets: Iterator[int]) -> Iterator[Collective]:
+def _collectives(program: Block, times: int, buckets: Iterator[int]) -> Iterator[Collective]:
     for instr in program.instrs:
         if isinstance(instr, LoopInstr):
             yield from _collectives(instr.body, times * instr.length, buckets)
@@ -86,12 +68,12 @@ def _collectives(program: Program, times: int, buckets: Iterator[int]) -> Iterat
 
 def target_name(target: Any) -> str:
     """The printed name of what a call runs."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target).removesuffix(".default")
     return getattr(target, "__name__", str(target)).strip("_")
 
 
-def _lines(program: Program, indent: str) -> Iterator[str]:
+def _lines(program: Block, indent: str) -> Iterator[str]:
     names = program.names or [""] * len(program.inputs)
     for value, name in zip(program.inputs, names, strict=True):
         yield f"{indent}{value}: {value.type} = input {name}".rstrip()
@@ -118,8 +100,12 @@ def _instr_lines(instr: Instr, indent: str) -> Iterator[str]:
         op = f"{instr.move.kind}({ins}; {','.join(instr.move.axes)}{dim}{to})"
         yield f"{indent}{outs} = {op}{why or note}{note[3:] and ' ' + note[3:] if why else ''}"
         return
-    args = ", ".join([_show(a) for a in instr.args] + [f"{k}={_show(v)}" for k, v in instr.kwargs.items()])  # fmt: skip
-    at = f" at {','.join('.'.join(axes) or '0' for axes, _ in instr.offset)}" if instr.offset else ""
+    args = ", ".join(
+        [_show(a) for a in instr.args] + [f"{k}={_show(v)}" for k, v in instr.kwargs.items()]
+    )
+    at = (
+        f" at {','.join('.'.join(axes) or '0' for axes, _ in instr.offset)}" if instr.offset else ""
+    )
     yield f"{indent}{outs} = {target_name(instr.target)}({args}){at}{note}"
 
 
@@ -129,7 +115,7 @@ def _show(arg: Any) -> str:
     return str(arg)
 
 
-def verify(program: Program) -> None:
+def verify(program: Block) -> None:
     """Assert that values are defined before they are read, once, and moves keep shapes."""
     known = {value.number for value in program.inputs}
     for instr in program.instrs:

@@ -35,6 +35,9 @@ from pfx.spec import Axes, Layout, P, effective, layout_of, replicated
 
 Node = torch.fx.Node
 Wish = tuple[Axes | None, ...] | None
+Flow = tuple[
+    Axes, tuple[int, ...]
+]  # axes of the partial sums that flow through, and their operands
 
 
 @dataclass
@@ -88,15 +91,16 @@ def propagate(
     wishes: Sequence[Wish],
     exact: Sequence[Layout | None],
     context: Context,
+    num_carry: int = 0,
 ) -> Solution:
     """Decide a graph's layouts from those of its inputs.
 
     `wishes` say where the readers of the outputs would like them; an output with an entry in `exact`
-    ends up exactly so.
+    ends up exactly so. In the body of a loop the first `num_carry` inputs and outputs are the carry.
     """
     key = (id(graph), tuple(inputs), tuple(wishes), tuple(exact))
     if key not in context.solved:
-        context.solved[key] = _Sweeps(graph, inputs, wishes, exact, context).run()
+        context.solved[key] = _Sweeps(graph, inputs, wishes, exact, context, num_carry).run()
     return context.solved[key]
 
 
@@ -110,7 +114,9 @@ class _Sweeps:
         wishes: Sequence[Wish],
         exact: Sequence[Layout | None],
         context: Context,
+        num_carry: int,
     ) -> None:
+        self.num_carry = num_carry
         self.graph, self.context, self.mesh = graph, context, context.mesh
         self.inputs = dict(zip(placeholders(graph), inputs, strict=True))
         self.outs, self.exact_outs = outputs_of(graph), exact
@@ -193,12 +199,29 @@ class _Sweeps:
             free = tuple(Layout(((),) * len(d), free=True, zero=rule.zero) for d in rule.results)
             return Decision({}, (), free)
         flow = self.flowing(node, rule, have)
-        proposals = [p for p in self.proposals(rule, have, wishes) if p]
-        candidates = self.candidates(rule, proposals, flow)
+        return self.choose(node, rule, have, wishes, flow)
+
+    def choose(
+        self,
+        node: Node,
+        rule: Rule,
+        have: Sequence[Layout],
+        wishes: Sequence[Wish],
+        flow: Flow = ((), ()),
+        *,
+        wish_first: bool = False,
+    ) -> Decision:
+        """Of the ways to merge what operands and wishes propose, the one that disturbs least."""
+        given, wished = self.proposals(rule, have, wishes)
+        proposals = (
+            [p for p in (*wished, *given) if p]
+            if wish_first
+            else [p for p in (*given, *wished) if p]
+        )
         sizes = [(n.meta["val"].numel(), n.meta["val"].dtype.itemsize) for n in operand_nodes(node)]
         outs = [v for v in result_values(node) if isinstance(v, torch.Tensor)]
         best, best_score = None, None
-        for assignment in candidates:
+        for assignment in self.candidates(rule, proposals, flow):
             decision = self.decision(rule, assignment, have, flow)
             score = (
                 -_votes(assignment, proposals),
@@ -220,7 +243,7 @@ class _Sweeps:
             found[item.args[1]] = self.wishes.get(item)  # type: ignore[index]
         return found
 
-    def flowing(self, node: Node, rule: Rule, have: Sequence[Layout]) -> tuple[Axes, tuple[int, ...]]:
+    def flowing(self, node: Node, rule: Rule, have: Sequence[Layout]) -> Flow:
         """The axes whose partial sums flow through a node, and the operands that carry them."""
         partial = [i for i, layout in enumerate(have) if layout.partial]
         if not partial:
@@ -231,23 +254,53 @@ class _Sweeps:
             fits = set(partial) <= set(group) and all(
                 have[i].zero or set(have[i].partial) == set(axes) for i in group
             )
-            if fits and node.meta["val"].numel() <= nodes[partial[0]].meta["val"].numel():
+            if fits and self.may_grow(node, nodes[partial[0]], axes):
                 return axes, group
         return (), ()
 
+    def may_grow(self, node: Node, operand: Node, owed: Axes) -> bool:
+        """Tell whether a partial sum is better reduced after a node than before it.
+
+        It is when the node does not enlarge it; when it is scattered afterwards, at half the cost of
+        an all-reduce; and when it ends in an accumulator of the loop, to be reduced once at the end.
+        """
+        wish = self.wishes.get(node)
+        scattered = any(set(owed) & set(axes or ()) for axes in wish or ())
+        before = operand.meta["val"].numel() * (2 if scattered else 1)
+        return node.meta["val"].numel() <= before or self.accumulates(node)
+
+    def accumulates(self, node: Node) -> bool:
+        """Tell whether a value goes through linear ops only into a carry that began as zeros."""
+        while node not in self.outs:
+            if self.readers[node] != 1:
+                return False
+            (reader,) = node.users
+            place = operand_nodes(reader).index(node)
+            linear = isinstance(reader.target, torch._ops.OpOverload) and any(
+                place in group for group in self.context.rule(reader).linear
+            )
+            if not linear:
+                return False
+            node = reader
+        i = self.outs.index(node)
+        carry = list(self.inputs.values())[i] if i < self.num_carry else None
+        return self.readers[node] == 1 and carry is not None and (carry.zero or bool(carry.partial))
+
     def proposals(
         self, rule: Rule, have: Sequence[Layout], wishes: Sequence[Wish]
-    ) -> list[Assignment]:
+    ) -> tuple[list[Assignment], list[Assignment]]:
         """The axes each operand, and each wish for a result, would like on the factors."""
-        found = [
+        given = [
             self.proposal(rule, dims, layout.dims)
             for dims, layout in zip(rule.operands, have, strict=True)
             if not layout.free
         ]
-        for dims, wish in zip(rule.results, wishes, strict=True):
-            if wish is not None and dims:
-                found.append(self.proposal(rule, dims, wish))
-        return found
+        wished = [
+            self.proposal(rule, dims, wish)
+            for dims, wish in zip(rule.results, wishes, strict=True)
+            if wish is not None and dims
+        ]
+        return given, wished
 
     def proposal(self, rule: Rule, dims: Dims, axes_of_dims: Sequence[Axes | None]) -> Assignment:
         """Read the axes of dims as axes of factors, major factors first, while they divide."""
@@ -269,7 +322,7 @@ class _Sweeps:
         return found
 
     def candidates(
-        self, rule: Rule, proposals: Sequence[Assignment], flow: tuple[Axes, tuple[int, ...]]
+        self, rule: Rule, proposals: Sequence[Assignment], flow: Flow
     ) -> list[Assignment]:
         """Merge the proposals, starting from each in turn."""
         found: list[Assignment] = []
@@ -302,7 +355,7 @@ class _Sweeps:
         rule: Rule,
         assignment: Assignment,
         have: Sequence[Layout],
-        flow: tuple[Axes, tuple[int, ...]],
+        flow: Flow,
     ) -> Decision:
         """The layouts that follow from an assignment."""
         operands = []
@@ -355,7 +408,7 @@ class _Sweeps:
             carry_wishes: list[Wish] = [None if k.free else k.dims for k in carries]
             body = propagate(
                 graph, [*carries, *xs, *consts], [*carry_wishes, *y_wishes],
-                [*([None] * c), *nothing], self.context,
+                [*([None] * c), *nothing], self.context, c,
             )  # fmt: skip
             new = [
                 _next_carry(old, out, attempt)
@@ -369,7 +422,7 @@ class _Sweeps:
         carries = [replicated(len(k.dims)) if k.free else k for k in carries]
         body = propagate(
             graph, [*carries, *xs, *consts], [*([None] * c), *y_wishes], [*carries, *nothing],
-            self.context,
+            self.context, c,
         )  # fmt: skip
         ys = [_stacked(_kept(out)) for out in body.outputs[c:]]
         operands = (*carries, *(_stacked(k) for k in xs), *consts)
@@ -409,14 +462,11 @@ class _Sweeps:
         rule = self.context.rule(node)
         if rule.free:
             return []
-        # The wish comes first: what this node decided without knowing it only fills the gaps. An axis
-        # over which a partial sum flows through is not taken: the wish may be to scatter it.
-        assignment: Assignment = {}
+        # As in `decide`, but a tie goes to the wish: it knows what comes after. Partial sums that flow
+        # through take no axis, since the wish may be to scatter them.
         wishes = self.result_wishes(node)
-        for dims, wish in zip(rule.results, wishes, strict=True):
-            if wish is not None and dims:
-                self.merge(rule, assignment, self.proposal(rule, dims, wish), ())
-        self.merge(rule, assignment, decision.assignment, ())
+        have = [self.layouts[n] for n in operand_nodes(node)]
+        assignment = self.choose(node, rule, have, wishes, wish_first=True).assignment
         open_factors = self.open_factors(rule, wishes)
         return [
             (n, _opinion(rule, dims, assignment, open_factors))
@@ -463,8 +513,13 @@ def _filled(wish: Wish, natural: Layout) -> Layout:
     """A wish as a whole layout: where it has no opinion, the value stays as it is."""
     if wish is None:
         return natural.whole()
-    dims = (have if want is None else want for have, want in zip(natural.dims, wish, strict=True))
-    return Layout(tuple(dims))
+    wanted = {axis for axes in wish if axes for axis in axes}
+    return Layout(
+        tuple(
+            want if want is not None else () if wanted & set(have) else have
+            for have, want in zip(natural.dims, wish, strict=True)
+        )
+    )
 
 
 def _reduced(natural: Layout, wish: Wish) -> Layout:
@@ -491,7 +546,9 @@ def _votes(assignment: Assignment, proposals: Sequence[Assignment]) -> int:
 
 def _common(a: Axes, b: Axes) -> Axes:
     """The longest common prefix: axes split a dim row-major, so a prefix is a coarser split."""
-    return tuple(x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    return tuple(
+        x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
+    )
 
 
 def _agreed(asked: Sequence[Wish]) -> Wish:
@@ -502,7 +559,9 @@ def _agreed(asked: Sequence[Wish]) -> Wish:
     dims = []
     for entries in zip(*opinions, strict=True):
         known = [axes for axes in entries if axes is not None]
-        dims.append(functools.reduce(_common, known) if known else None)
+        common = functools.reduce(_common, known) if known else None
+        taken = {axis for axes in dims if axes for axis in axes}
+        dims.append(None if common and taken & set(common) else common)  # an axis splits one dim
     return tuple(dims)
 
 
@@ -531,6 +590,4 @@ def _next_carry(old: Layout, out: Layout, attempt: int) -> Layout:
         return out
     if attempt < 2:
         return out.whole()
-    return _agreed([old.whole(), out.whole()])
-
-
+    return Layout(tuple(_common(a, b) for a, b in zip(old.dims, out.dims, strict=True)))

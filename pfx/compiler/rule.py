@@ -215,7 +215,9 @@ def pattern_rule(node: torch.fx.Node, pattern: str, whole: str = "", **more: Any
             raise _misfit(node, pattern, f'"{text.strip()}" does not name the dims of {shape}.')
         for dim, size in zip(tensor, shape, strict=True):
             if len(dim) == 1 and sizes.setdefault(dim[0], size) != size:
-                raise _misfit(node, pattern, f"{dim[0]!r} has the sizes {sizes[dim[0]]} and {size}.")
+                raise _misfit(
+                    node, pattern, f"{dim[0]!r} has the sizes {sizes[dim[0]]} and {size}."
+                )
     kept = {f for f in sizes if "@" in f} if whole == "*" else set(whole.split())
     return Rule(tuple(dims[:count]), tuple(dims[count:]), sizes, frozenset(kept), **more)
 
@@ -258,8 +260,7 @@ def replicated_rule(node: torch.fx.Node) -> Rule:
     shapes = [shape_of(n) for n in operand_nodes(node)]
     values = result_values(node)
     results = tuple(
-        named(f"o{k}_", v.ndim) if isinstance(v, torch.Tensor) else ()
-        for k, v in enumerate(values)
+        named(f"o{k}_", v.ndim) if isinstance(v, torch.Tensor) else () for k, v in enumerate(values)
     )
     out_shapes = [tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in values]
     sizes = bind_sizes([*operands, *results], [*shapes, *out_shapes])

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.fx
 
+from pfx._torch import OpOverload
+
 aten = torch.ops.aten
 
 _SAME_SHAPE_IS_IDENTITY = frozenset(
@@ -36,7 +38,7 @@ def tidy_views(graph: torch.fx.Graph) -> None:
 
 
 def _rearranges(target: Any) -> bool:
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     if target.overloadpacket in (aten.reshape, aten._unsafe_view):
         return True

@@ -19,7 +19,7 @@ import torch
 import torch.fx
 
 from pfx import _torch
-from pfx._torch import TensorMeta
+from pfx._torch import OpOverload, TensorMeta
 from pfx.lax.functionalize import functionalize
 
 
@@ -99,7 +99,8 @@ def vjp_of(body: Body) -> Callable[..., list[torch.Tensor]]:
             outs = _replay(body.module, full)
             return tuple(outs[i] for i in given), tuple(outs)
 
-        _, pull, outs = torch.func.vjp(of_wanted, *[inputs[i] for i in wanted], has_aux=True)
+        primals = [inputs[i] for i in wanted]
+        _, pull, outs = torch.func.vjp(of_wanted, *primals, has_aux=True)  # type: ignore[misc]
         return [*outs, *pull(tuple(cotangents))]
 
     return run
@@ -181,7 +182,7 @@ def _cheap(node: torch.fx.Node) -> bool:
         return node.op == "get_attr" or _cheap(node.args[0])  # type: ignore[arg-type]
     if getattr(node.target, "recompute", False):
         return True
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     returns = node.target._schema.returns
     is_view = bool(returns) and all(r.alias_info is not None for r in returns)
@@ -212,9 +213,7 @@ def _extract(
     return _body(torch.fx.GraphModule(module, graph))
 
 
-def _ancestors(
-    outputs: Sequence[torch.fx.Node], stop: set[torch.fx.Node]
-) -> set[torch.fx.Node]:
+def _ancestors(outputs: Sequence[torch.fx.Node], stop: set[torch.fx.Node]) -> set[torch.fx.Node]:
     found: set[torch.fx.Node] = set()
     stack = [node for node in outputs if node not in stop]
     while stack:

@@ -96,7 +96,7 @@ def constrain(x: Any, spec: Any, *, grad_spec: Any = None) -> Any:
     >>> constrain(torch.ones(2, 3), P("dp")).shape
     torch.Size([2, 3])
     """
-    is_spec = lambda node: isinstance(node, (P, str))  # noqa: E731
+    is_spec = lambda node: isinstance(node, (P, str))
     leaves, treedef = tree.flatten(x)
     specs = tree.broadcast_prefix(spec, x, is_leaf=is_spec)
     grads = [None] * len(leaves)

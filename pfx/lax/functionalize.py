@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx
+from torch.fx import Node
 
 from pfx import _torch
 from pfx._torch import Traced
@@ -23,7 +24,6 @@ from pfx.lax.pure_form import PureForm, arguments, is_op, pure_form, writes
 from pfx.lax.views import Emit, View, is_view, may_overlap, memory_order
 
 aten = torch.ops.aten
-Node = torch.fx.Node
 
 
 def functionalize(traced: Traced, where: str, names: Sequence[str] = ()) -> torch.fx.GraphModule:
@@ -57,6 +57,15 @@ class _Tensor:
     parent: _Tensor | None = None
     view: View | None = None
     version: int = 0  # a base counts its changes; a view notes how many its value has seen
+    views: list[_Tensor] = field(default_factory=list)  # those taken of it, each once
+
+    def seen_through(self, view: View, form: Any, origin: Node) -> _Tensor:
+        """The view of this tensor; the same one if it was taken before, as ``x[1] += 1`` does."""
+        for known in self.views:
+            if known.view == view:
+                return known
+        self.views.append(_Tensor(form, origin, None, self, view))
+        return self.views[-1]
 
     @property
     def chain(self) -> Iterator[_Tensor]:
@@ -81,7 +90,7 @@ class _Functionalizer:
         self.graph = torch.fx.Graph()
         # A tensor; a list of them; or the new node, for a tuple. None: the node has no result.
         self.env: dict[Node, Any] = {}
-        self.mode = _torch.fake_mode_of(traced.graph)
+        self.mode = traced.fake_mode
         self.places = [node for node in traced.graph.nodes if node.op == "placeholder"]
 
     def run(self) -> torch.fx.GraphModule:
@@ -152,7 +161,7 @@ class _Functionalizer:
         if node.target is aten.as_strided.default:
             return self.strided(node, parent.base)
         view = View(node.target, tuple(node.args[1:]), tuple(node.kwargs.items()), item)
-        return _Tensor(form, origin, None, parent, view)
+        return parent.seen_through(view, form, origin)
 
     def strided(self, node: Node, base: _Tensor) -> _Tensor:
         """A view by strides looks at the memory of its base: at a flat view of it, by positions."""
@@ -162,9 +171,9 @@ class _Functionalizer:
         line = base
         for op, arg in ((aten.permute.default, order), (aten.reshape.default, [base.form.numel()])):
             flat = _torch.fake_call(op, (line.form, arg), {}, self.mode)
-            line = _Tensor(flat, node, None, line, View(op, (arg,)))
+            line = line.seen_through(View(op, (arg,)), flat, node)
         args = (tuple(form.shape), form.stride(), form.storage_offset())
-        return _Tensor(form, node, None, line, View(aten.as_strided.default, args))
+        return line.seen_through(View(aten.as_strided.default, args), form, node)
 
     def view_in_place(self, node: Node) -> _Tensor:
         """``t_``, ``squeeze_``, …: the tensor itself becomes a view of what it was."""
@@ -175,7 +184,7 @@ class _Functionalizer:
         old: _Tensor = self.env[node.args[0]]  # type: ignore[index]
         self.check_owner(node, old)
         view = View(pure.op, tuple(node.args[1:]), tuple(node.kwargs.items()))
-        return _Tensor(node.meta["val"], node, None, old, view)
+        return old.seen_through(view, node.meta["val"], node)
 
     # Writing
 
@@ -220,7 +229,9 @@ class _Functionalizer:
         if len(pure.op._schema.returns) == 1:
             return [items]
         return [
-            [emit(operator.getitem, item, i) for i in range(len(v))] if isinstance(v, (list, tuple)) else [item]
+            [emit(operator.getitem, item, i) for i in range(len(v))]
+            if isinstance(v, (list, tuple))
+            else [item]
             for item, v in zip(items, value, strict=True)
         ]
 
@@ -229,6 +240,8 @@ class _Functionalizer:
         emit = self.emitter(node)
         resized = tensor.parent is None and tensor.form.numel() == 0  # ``out=torch.empty(0)``
         value = value if resized else _fitted(emit, tensor.form, value)
+        if value is tensor.value and tensor.version == tensor.base.version:
+            return
         fresh = [(tensor, value)]
         for link in tensor.chain:
             if link.parent is not None and link.view is not None:
@@ -244,7 +257,9 @@ class _Functionalizer:
     def results(self, node: Node, written: dict[str, list[_Tensor]], fresh: list[Node]) -> Any:
         """What the node returned: tensors it wrote, and new ones."""
         schema = node.target._schema  # type: ignore[union-attr]
-        aliases = {frozenset(a.alias_info.before_set): a.name for a in schema.arguments if a.alias_info}
+        aliases = {
+            frozenset(a.alias_info.before_set): a.name for a in schema.arguments if a.alias_info
+        }
         new, out = iter(fresh), []
         for i, returned in enumerate(schema.returns):
             if returned.alias_info is None:
@@ -347,11 +362,13 @@ _SPECIAL: dict[Any, Callable[..., Node]] = {
 
 
 def _erase_dead(graph: torch.fx.Graph) -> None:
-    """Erase the ops nobody reads, but for a random one: that must still be refused."""
+    """Erase the ops nobody reads, but for a random one (to be refused) and one with no result."""
     for node in reversed(list(graph.nodes)):
         target: Any = node.target
         pure = target is operator.getitem or (
-            is_op(target) and torch.Tag.nondeterministic_seeded not in target.tags
+            is_op(target)
+            and bool(target._schema.returns)
+            and torch.Tag.nondeterministic_seeded not in target.tags
         )
         if pure and not node.users:
             graph.erase_node(node)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from pfx._torch import OpOverload
+
 aten = torch.ops.aten
 
 # Not marked as writing in its schema, and yet it updates the running statistics it is given.
@@ -35,7 +37,7 @@ class PureForm:
 
 def is_op(target: Any) -> bool:
     """Tell an op of torch's from a primitive of ours or a Python function."""
-    return isinstance(target, torch._ops.OpOverload)
+    return isinstance(target, OpOverload)
 
 
 def arguments(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -83,7 +85,7 @@ def _form(argument: Any) -> tuple[str, str]:
 def _candidates(op: Any) -> list[Any]:
     """The overloads that write nothing and bear the name of `op`, its own overload name first."""
     namespace, name = op._schema.name.split("::")
-    plain = _RENAMED.get(name, name.removesuffix("_"))
+    plain: str = _RENAMED.get(name) or name.removesuffix("_")
     library, found = getattr(torch.ops, namespace), []
     for packet_name in (plain, f"{plain}_functional", f"_{plain}_functional"):
         if hasattr(library, packet_name):

@@ -34,7 +34,7 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, body: Body, *operands: Any) -> tuple[Any, Any]:
-        mapped = torch.func.vmap(lambda *a: tuple(body(*a)), tuple(in_dims[1:]))
+        mapped = torch.func.vmap(lambda *a: tuple(body(*a)), tuple(in_dims[1:]))  # type: ignore[arg-type]
         batched, captured = trace_body(lambda *args: list(mapped(*args)), operands)
         return _torch.apply(_Remat, batched, *operands, *captured), (0,) * len(body.out_metas)
 

@@ -245,7 +245,7 @@ def _batched(
             value = value.movedim(dim, 1 if is_xs else 0)
         moved.append(value)
         body_dims.append(None if dim is None else 0)
-    mapped = torch.func.vmap(lambda *a: tuple(loop.body(*a)), tuple(body_dims))
+    mapped = torch.func.vmap(lambda *a: tuple(loop.body(*a)), tuple(body_dims))  # type: ignore[arg-type]
     body, _ = trace_body(lambda *args: list(mapped(*args)), _slice_metas(moved, c, x))
     plain = replace(loop, body=body, backward=None, num_residuals=0)
     outs = scan_flat(plain, moved)
@@ -309,13 +309,16 @@ def scan(
 
 
 def _length(xs: Sequence[torch.Tensor], length: int | None) -> int:
-    sizes = {x.shape[0] if x.ndim else None for x in xs} | ({length} - {None})
-    if None in sizes:
+    if any(x.ndim == 0 for x in xs):
         raise TraceError(message("scan:", "every leaf of xs needs a leading dim to loop over."))
+    sizes = {x.shape[0] for x in xs} | ({length} if length is not None else set())
     if len(sizes) != 1:
         raise TraceError(
-            message("scan:", f"xs and length must agree on one length, got {sorted(sizes)}.",
-                    fix="pass length=n when xs has no leaf")  # fmt: skip
+            message(
+                "scan:",
+                f"xs and length must agree on one length, got {sorted(sizes)}.",
+                fix="pass length=n when xs has no leaf",
+            )
         )
     (size,) = sizes
     if size == 0:
@@ -325,10 +328,9 @@ def _length(xs: Sequence[torch.Tensor], length: int | None) -> int:
 
 def _check_pair(result: Any) -> None:
     if not (isinstance(result, tuple) and len(result) == 2):
-        raise TraceError(
-            message("scan: body", f"must return (carry, y), got a {type(result).__name__}.",
-                    fix="return carry, None")  # fmt: skip
-        )
+        kind = "tensor" if isinstance(result, torch.Tensor) else type(result).__name__
+        what = f"must return (carry, y), got a {kind}."
+        raise TraceError(message("scan: body", what, fix="return carry, None"))
 
 
 def _check_carry(old: Any, new: Any) -> None:

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.fx import Node
 
+from pfx._torch import OpOverload
 from pfx.lax.constrain import Constraint
 from pfx.lax.label import Label
 
 aten = torch.ops.aten
-Node = torch.fx.Node
 Emit = Callable[..., Node]  # emit(op, *args, **kwargs) adds a node to the graph being written
 
 
@@ -178,7 +179,7 @@ def is_view(target: Any) -> bool:
     """
     if isinstance(target, (Constraint, Label)):
         return True
-    if not isinstance(target, torch._ops.OpOverload) or target in _FRESH:
+    if not isinstance(target, OpOverload) or target in _FRESH:
         return False
     returns = target._schema.returns
     if target._schema.is_mutable or not returns:

@@ -42,7 +42,7 @@ class Runtime(Protocol):
 class SimulatedRuntime:
     """All devices in this process."""
 
-    coordinate = None
+    coordinate: Mapping[str, int] | None = None
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -80,7 +80,9 @@ def _checked(program: Program) -> Callable[[list[Any]], list[Any]]:
         ]
         inputs.clear()
         outs = run(copies)
-        return [run.gather(value, parts) for value, parts in zip(program.outputs, outs, strict=True)]
+        return [
+            run.gather(value, parts) for value, parts in zip(program.outputs, outs, strict=True)
+        ]
 
     return checked
 
@@ -98,6 +100,9 @@ def runtime_of(mesh: Mesh) -> Runtime:
 
         return ProcessRuntime(mesh)
     raise MeshError(
-        message(f"mesh {mesh}", "is abstract: it holds no data and runs nothing.",
-                fix="use step.lower(...) to read the program, or a simulated mesh to run it")  # fmt: skip
+        message(
+            f"mesh {mesh}",
+            "is abstract: it holds no data and runs nothing.",
+            fix="use step.lower(...) to read the program, or a simulated mesh to run it",
+        )
     )

@@ -60,9 +60,14 @@ JOINT: dict[str, Callable[[Move], Callable[[Any], Any]]] = {
 }
 PICK: dict[str, Callable[[Move, int], Callable[[Any, int], torch.Tensor]]] = {
     "all_reduce": lambda move, size: lambda whole, rank: whole,
-    "reduce_scatter": lambda move, size: lambda whole, rank: take(whole, move.dim, rank, size),
+    # Contiguous, as on a real device: a sum over a strided view adds in another order.
+    "reduce_scatter": lambda move, size: (
+        lambda whole, rank: take(whole, move.dim, rank, size).contiguous()
+    ),
     "all_gather": lambda move, size: lambda whole, rank: whole,
-    "all_to_all": lambda move, size: lambda parts, rank: torch.cat(
-        [take(part, move.to_dim, rank, size) for part in parts], move.dim
+    "all_to_all": lambda move, size: (
+        lambda parts, rank: torch.cat(
+            [take(part, move.to_dim, rank, size) for part in parts], move.dim
+        )
     ),
 }

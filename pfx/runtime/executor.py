@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from pfx.compiler.ir import Compute, Instr, LoopInstr, Reshard, last_uses
-from pfx.compiler.program import Program
+from pfx.compiler.ir import Block, Compute, Instr, LoopInstr, Reshard, last_uses
 from pfx.mesh import Coordinate
 from pfx.runtime.local import local_call
 from pfx.runtime.moves import prepare_collective, prepare_local
@@ -24,7 +23,7 @@ class Executor:
 
     def __init__(
         self,
-        program: Program,
+        program: Block,
         coordinate: Coordinate,
         group: Callable[[Axes], Group],
         *,

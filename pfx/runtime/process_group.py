@@ -78,9 +78,7 @@ class NativeGroup:
         """(members, n): row i is for member i -> (members, n): row i is from member i."""
         rows = _ordered(rows, self.to_torch)
         got = torch.empty_like(rows)
-        self.call(
-            "an exchange", dist.all_to_all_single, _bytes(got).view(-1), _bytes(rows).view(-1)
-        )
+        self.call(dist.all_to_all_single, _bytes(got).view(-1), _bytes(rows).view(-1))
         return _ordered(got, self.to_ours)
 
     def sum(self, mine: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from pfx.errors import MeshError, RuntimeMismatchError, message
 from pfx.mesh import Mesh
@@ -106,7 +107,7 @@ def start(mesh: Mesh, ranks: Ranks, meeting: float, collective: float) -> Any:
         )
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("pfx", store),
+            store=PrefixStore("pfx", store),
             rank=ranks.rank,
             world_size=ranks.size,
             timeout=timedelta(seconds=collective),
@@ -121,7 +122,7 @@ def _rendezvous(mesh: Mesh, ranks: Ranks, meeting: float) -> Any:
     serves = ranks.rank == 0 and not agent
     where = f"process mesh {mesh}:"
     try:
-        store = dist.TCPStore(
+        store = TCPStore(
             host,
             int(port),
             is_master=serves,
@@ -143,4 +144,4 @@ def _rendezvous(mesh: Mesh, ranks: Ranks, meeting: float) -> Any:
         raise RuntimeMismatchError(
             f"{where} {late([0], ranks.size, f'{host}:{port}', meeting)}"
         ) from error
-    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -7,15 +7,13 @@ device computes its own copy, and copies that should be equal are asserted to be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from pfx.compiler.ir import Compute, LoopInstr, Reshard, Value, last_uses
-from pfx.compiler.program import Program
+from pfx.compiler.ir import Block, Compute, LoopInstr, Reshard, Value, last_uses
 from pfx.compiler.reshard import Move
-from pfx.mesh import Mesh
 from pfx.runtime import collectives
 from pfx.runtime.local import local_call
 from pfx.runtime.step import Step
@@ -26,7 +24,7 @@ Parts = list[torch.Tensor]
 class Simulated:
     """An executable program: prepared once, called with the distinct parts of every input."""
 
-    def __init__(self, program: Program, *, check: bool = False) -> None:
+    def __init__(self, program: Block, *, check: bool = False) -> None:
         self.program = program
         self.mesh = program.mesh
         self.check = check
@@ -135,7 +133,7 @@ class Simulated:
 
     def prepare_loop(self, instr: LoopInstr) -> Callable[[list[Any]], list[Any]]:
         """Run the body slice by slice; a stream is kept as one list of parts per iteration."""
-        body = Simulated(instr.body, check=self.check)
+        body = type(self)(instr.body, check=self.check)
         c, x = instr.num_carry, instr.num_xs
         order = list(reversed(range(instr.length))) if instr.reverse else list(range(instr.length))
         streams = self.program.streams

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pfx.viz import figure as fig
-from pfx.viz.units import UNITS, unit_scale
+from pfx.viz.units import UNITS, number_text, unit_scale
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,16 +29,16 @@ def stacked_bars(where: str, title: str, bars: Sequence[Bar], colours: Mapping[s
     with fig.canvas(left + WIDTH + right, 0.95 + BAR * len(bars) + 0.3, where) as figure:
         fig.write(figure, left, 0.08, title, fontsize=9.5, fontweight="bold")
         axes = fig.axes_at(figure, left, 0.68, WIDTH, BAR * len(bars))
-        _add_legend(
-            axes, [p for p in colours if p in parts] + sorted(parts - set(colours)), colours
-        )
+        shown = [part for part in colours if part in parts] + sorted(parts - set(colours))
+        _add_legend(axes, shown, colours, len(bars))
         for i, bar in enumerate(bars):
             _draw_bar(axes, i, bar, colours, longest)
         _finish(axes, [label for label, _, _ in bars], longest)
     return figure
 
 
-def _add_legend(axes: Any, parts: Sequence[str], colours: Mapping[str, str]) -> None:
+def _add_legend(axes: Any, parts: Sequence[str], colours: Mapping[str, str], count: int) -> None:
+    """Write the parts in one line, flush with the left edge of so many bars."""
     from matplotlib.patches import Patch
 
     if parts:
@@ -46,9 +46,10 @@ def _add_legend(axes: Any, parts: Sequence[str], colours: Mapping[str, str]) -> 
             handles=[Patch(facecolor=colours.get(part, fig.GREY), label=part) for part in parts],
             ncols=len(parts),
             loc="lower left",
-            bbox_to_anchor=(0, 1),
+            bbox_to_anchor=(0, 1 + 0.06 / (BAR * count)),
             frameon=False,
-            borderaxespad=0.3,
+            borderaxespad=0,
+            borderpad=0,
             handlelength=1,
             handleheight=1,
             handletextpad=0.4,
@@ -59,7 +60,7 @@ def _add_legend(axes: Any, parts: Sequence[str], colours: Mapping[str, str]) -> 
 
 def _draw_bar(axes: Any, at: int, bar: Bar, colours: Mapping[str, str], longest: int) -> None:
     _, values, text = bar
-    start, unit = 0.0, 1024 ** unit_scale(longest)
+    start, unit = 0.0, 1024 ** unit_scale(longest / 8)
     for part, size in values.items():
         axes.barh(
             at,
@@ -70,7 +71,7 @@ def _draw_bar(axes: Any, at: int, bar: Bar, colours: Mapping[str, str], longest:
             edgecolor="white",
             linewidth=1,
         )
-        label = f"{size / unit:.3g}"
+        label = number_text(size / unit)
         if size / longest * WIDTH > 0.08 + 0.07 * len(label):
             axes.text((start + size / 2) / unit, at, label, ha="center", va="center", fontsize=7.5)
         start += size
@@ -87,7 +88,7 @@ def _draw_bar(axes: Any, at: int, bar: Bar, colours: Mapping[str, str], longest:
 
 
 def _finish(axes: Any, labels: Sequence[str], longest: int) -> None:
-    scale = unit_scale(longest)
+    scale = unit_scale(longest / 8)
     axes.set_xlim(0, longest / 1024**scale)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     axes.set_yticks(range(len(labels)), labels)

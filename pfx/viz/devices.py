@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 WHERE = "viz.devices"
 MAX_DEVICES = 32
 PER_LINE = 5  # tensors side by side
-CELL = (0.78, 0.72)  # inches of a tensor with its name
+TENSOR = 0.5  # inches of the longer side of a tensor
+LINE = 0.72  # inches of a tensor with its name below
 TITLE = 0.24  # inches of the title of a row
 HEAD, FOOT, GAP = 0.42, 0.26, 0.12  # inches above, below and between the tensors of a panel
 
@@ -74,21 +75,20 @@ def devices(arrays: Any) -> Figure:
     mesh = leaves[0][1].mesh
     order = list(arrays) if isinstance(arrays, dict) else []
     rows = [line for row in _rows(_in_order(leaves, order)) for line in _wrapped(row)]
-    columns = max(len(row.tensors) for row in rows)
-    width = max(columns * CELL[0] + 0.2, 1.75)
-    height = HEAD + sum(CELL[1] + (TITLE if row.title else 0) for row in rows) + FOOT
+    cell = max(_cell_width(tensor.name) for row in rows for tensor in row.tensors)
+    width = max(max(len(row.tensors) for row in rows) * cell + 0.2, _header_width(mesh), 1.75)
+    height = HEAD + sum(LINE + (TITLE if row.title else 0) for row in rows) + FOOT
     down, across = _grid(mesh)
     size = 0.15 + across * (width + GAP), 0.6 + down * (height + GAP)
     with fig.canvas(max(size[0], 4.6), size[1], WHERE) as figure:
         fig.heading(
             figure, 0.15, f"mesh {mesh}", "filled: the part a device holds; same colour, same data"
         )
-        for number, coordinate in enumerate(mesh.coordinates()):
+        for number in range(mesh.size):
             left = 0.15 + number % across * (width + GAP)
             top = 0.6 + number // across * (height + GAP)
             axes = fig.axes_at(figure, left, top, width, height)
-            place = "  ".join(f"{axis}={i}" for axis, i in coordinate.items())
-            _draw_device(axes, (width, height), number, place, rows)
+            _draw_device(axes, (width, height), number, _place(mesh, number), rows, cell)
     return figure
 
 
@@ -167,6 +167,20 @@ def _named(members: Sequence[tuple[tree.Path, Array]]) -> tuple[_Tensor, ...]:
     return tuple(named)
 
 
+def _place(mesh: Mesh, device: int) -> str:
+    return "  ".join(f"{axis}={i}" for axis, i in mesh.coordinate(device).items())
+
+
+def _header_width(mesh: Mesh) -> float:
+    """Inches for the number of a device and its coordinates side by side."""
+    return 1.05 + 0.066 * len(_place(mesh, mesh.size - 1))
+
+
+def _cell_width(name: str) -> float:
+    """Inches for a tensor and its name."""
+    return max(TENSOR + 0.16, 0.056 * len(name) + 0.1)
+
+
 def _plain(step: str) -> str:
     """Write a step of a key path as a word: ``['w_up']`` and ``.w_up`` are both w_up."""
     return step.lstrip(".").strip("[]'\"")
@@ -197,7 +211,12 @@ def _span(array: Array, slices: Sequence[slice], dim: int | None) -> tuple[float
 
 
 def _draw_device(
-    axes: Any, size: tuple[float, float], number: int, place: str, rows: Sequence[_Row]
+    axes: Any,
+    size: tuple[float, float],
+    number: int,
+    place: str,
+    rows: Sequence[_Row],
+    cell: float,
 ) -> None:
     """Draw one panel; its coordinates are inches, downwards."""
     axes.set_xlim(0, size[0])
@@ -215,8 +234,8 @@ def _draw_device(
             axes.text(0.1, top + 0.06, row.title, va="center", fontsize=7.5, color=fig.MUTED)
             top += TITLE
         for i, tensor in enumerate(row.tensors):
-            _draw_tensor(axes, 0.1 + i * CELL[0], top, tensor, number)
-        top += CELL[1]
+            _draw_tensor(axes, 0.1 + i * cell, top, tensor, number)
+        top += LINE
     arrays = [tensor.array for row in rows for tensor in row.tensors]
     held = sum(array.bytes_per_device for array in arrays)
     total = sum(array.dtype.itemsize * math.prod(array.shape) for array in arrays)
@@ -229,8 +248,8 @@ def _draw_tensor(axes: Any, left: float, top: float, tensor: _Tensor, device: in
 
     row, col = Placed(tensor.array.shape, tensor.array.layout, tensor.array.mesh).shown_dims
     size = tuple(1 if dim is None else tensor.array.shape[dim] for dim in (col, row))
-    width, height = (0.16, 0.16) if col is None else fig.rectangle((size[0], size[1]), 0.5, 0.16)
-    x0, y0 = left, top + (0.5 - height) / 2
+    width, height = (0.16, 0.16) if col is None else fig.rectangle((size[0], size[1]), TENSOR, 0.16)
+    x0, y0 = left, top + (TENSOR - height) / 2
     blocks = max(number for number, *_ in tensor.corners) + 1
     number, x, y, w, h = tensor.corners[device]
     axes.add_patch(Rectangle((x0, y0), width, height, facecolor="white", edgecolor="none"))
@@ -240,4 +259,6 @@ def _draw_tensor(axes: Any, left: float, top: float, tensor: _Tensor, device: in
     axes.add_patch(
         Rectangle((x0, y0), width, height, fill=False, edgecolor=fig.EDGE, linewidth=0.7)
     )
-    axes.text(left, top + 0.58, tensor.name, va="center", fontsize=6.5, fontfamily=fig.MONO)
+    axes.text(
+        left, top + TENSOR + 0.08, tensor.name, va="center", fontsize=6.5, fontfamily=fig.MONO
+    )

@@ -15,15 +15,20 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 def bytes_text(count: float) -> str:
     """Write a number of bytes with three digits and a binary unit.
 
-    >>> bytes_text(512), bytes_text(8192), bytes_text(1000), bytes_text(130e9)
-    ('512 B', '8 KiB', '1000 B', '121 GiB')
+    >>> bytes_text(1000), bytes_text(8192), bytes_text(130e9)
+    ('1000 B', '8 KiB', '121 GiB')
     """
     scale = unit_scale(count)
-    return (
-        f"{count / 1024**scale:.4g} B"
-        if scale == 0
-        else f"{count / 1024**scale:.3g} {UNITS[scale]}"
-    )
+    return f"{number_text(count / 1024**scale)} {UNITS[scale]}"
+
+
+def number_text(number: float) -> str:
+    """Write a number with three digits, or as many as it has before the point.
+
+    >>> number_text(0.125), number_text(37.456), number_text(1023.4)
+    ('0.125', '37.5', '1023')
+    """
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
 
 
 def unit_scale(count: float) -> int:

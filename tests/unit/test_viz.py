@@ -480,6 +480,7 @@ def test_what_is_no_program(draw: Callable[..., Any], programs: Any) -> None:
         (0, "0 B"),
         (1023, "1023 B"),
         (1024, "1 KiB"),
+        (1000 * 1024, "1000 KiB"),
         (1024**2 - 1, "1 MiB"),
         (1536 * 1024, "1.5 MiB"),
         (3 * 1024**3, "3 GiB"),

@@ -65,7 +65,9 @@ def along_dims(node: torch.fx.Node, touched: set[int], *, linear: bool = False) 
     tensors: list[Dims] = []
     for k, shape in enumerate([*operands, *results]):
         n, is_result = len(shape), k >= len(operands)
-        stands = every if n == len(base) or is_result and n > len(base) else rest if is_result else []
+        stands = (
+            every if n == len(base) or (is_result and n > len(base)) else rest if is_result else []
+        )
         tied = list(named(f"t{k}_", n))
         for i, j in enumerate(stands[:n]):
             if shape[i] == base[j]:
@@ -77,11 +79,13 @@ def along_dims(node: torch.fx.Node, touched: set[int], *, linear: bool = False) 
     sizes = bind_sizes([dims, *tensors], [base, *operands, *results])
     count = len(operands)
     group = ((0,),) if linear and count == len(results) == 1 else ()
-    return Rule(tuple(tensors[:count]), tuple(tensors[count:]), sizes, frozenset(whole), linear=group)
+    return Rule(
+        tuple(tensors[:count]), tuple(tensors[count:]), sizes, frozenset(whole), linear=group
+    )
 
 
 def _flip_all(node: torch.fx.Node) -> Rule | None:
-    """roll without dims works on the flattened tensor."""
+    """Roll without dims works on the flattened tensor."""
     return None if not argument(node, "dims") else along("dims", linear=True)(node)
 
 

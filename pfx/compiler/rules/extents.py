@@ -90,9 +90,7 @@ def _slot(*, slices: bool, backward: bool) -> Callable[[torch.fx.Node], Rule]:
         out = shape_of(node)
         dim = _dim(node, len(out))
         dims = named("d", len(out))
-        piece = tuple(
-            ("s",) if i == dim else d for i, d in enumerate(dims) if i != dim or slices
-        )
+        piece = tuple(("s",) if i == dim else d for i, d in enumerate(dims) if i != dim or slices)
         operands: tuple[Dims, ...] = (piece,) if backward else (dims, piece)
         sizes = bind_sizes([dims, *operands], [out, *map(shape_of, operand_nodes(node))])
         whole = frozenset({f"d{dim}", "s"} & set(sizes))
@@ -108,10 +106,12 @@ def _local_slot(local: Local) -> Call:
 
 
 def _triangle(node: torch.fx.Node) -> Rule:
-    """tril and triu: a part of the matrix has its own diagonal."""
+    """Tril and triu: a part of the matrix has its own diagonal."""
     shape = shape_of(node)
     dims = named("d", len(shape))
-    return Rule((dims,), (dims,), bind_sizes([dims], [shape]), linear=_PASS, localize=_local_triangle)
+    return Rule(
+        (dims,), (dims,), bind_sizes([dims], [shape]), linear=_PASS, localize=_local_triangle
+    )
 
 
 def _local_triangle(local: Local) -> Call:

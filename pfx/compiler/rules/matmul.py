@@ -34,10 +34,10 @@ TABLE: dict[Any, Any] = {
     aten.linalg_lu_solve: batched("... i j, ... k, ... l m -> ... n o"),
     aten.cholesky_solve: _MATRICES,
     aten.triangular_solve: batched("... i j, ... k l -> ... m n, ... o p"),
+    **dict.fromkeys((aten.cholesky, aten.cholesky_inverse, aten.linalg_matrix_exp), _MATRIX),
     **dict.fromkeys(
-        (aten.cholesky, aten.cholesky_inverse, aten.linalg_matrix_exp), _MATRIX
+        (aten.linalg_cholesky_ex, aten.linalg_inv_ex), batched("... i j -> ... i j, ...")
     ),
-    **dict.fromkeys((aten.linalg_cholesky_ex, aten.linalg_inv_ex), batched("... i j -> ... i j, ...")),
     aten._linalg_eigh: batched("... i j -> ... k, ... i j"),
     aten.linalg_qr: batched("... i j -> ... i k, ... l j"),
     aten._linalg_svd: batched("... i j -> ... i k, ... l, ... m n"),

@@ -59,9 +59,7 @@ def _attention_mask(node: torch.fx.Node, full: tuple[int, ...]) -> Dims | None:
     names = ("b", "h", "s", "t")
     shape = shape_of(mask)  # type: ignore[arg-type]
     lead = 4 - len(shape)
-    return tuple(
-        (names[lead + i],) if n == full[lead + i] else () for i, n in enumerate(shape)
-    )
+    return tuple((names[lead + i],) if n == full[lead + i] else () for i, n in enumerate(shape))
 
 
 def _attention(operands: tuple[str, ...], results: tuple[str, ...]) -> Any:
@@ -75,7 +73,7 @@ def _attention(operands: tuple[str, ...], results: tuple[str, ...]) -> Any:
         if len(query) != 4 or query[1] != key[1]:
             return None
         sizes = dict(zip("bhsd", query, strict=True)) | {"t": key[2]}
-        dims = [tuple((f,) for f in text.split()) for text in operands]
+        dims: list[Dims] = [tuple((f,) for f in text.split()) for text in operands]
         extra = _attention_mask(node, (*query[:3], key[2]))
         if extra is not None:
             dims.append(extra)

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 import torch.fx
 
-from pfx.compiler.rule import Rule, argument, bind_sizes, named, operand_nodes, result_values, shape_of
+from pfx.compiler.rule import (
+    Rule,
+    argument,
+    bind_sizes,
+    named,
+    operand_nodes,
+    result_values,
+    shape_of,
+)
 
 aten = torch.ops.aten
 

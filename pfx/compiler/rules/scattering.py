@@ -14,7 +14,15 @@ import torch
 import torch.fx
 
 from pfx.compiler.rule import Call, Dims, Local, Rule, argument, bind_sizes, operand_nodes, shape_of
-from pfx.compiler.rules.indexing import all_shifted, indexed_dims, is_zero, shifted, tied, unsplit, when_split
+from pfx.compiler.rules.indexing import (
+    all_shifted,
+    indexed_dims,
+    is_zero,
+    shifted,
+    tied,
+    unsplit,
+    when_split,
+)
 
 aten = torch.ops.aten
 
@@ -121,7 +129,7 @@ def _index_put(node: torch.fx.Node) -> Rule | None:
     nodes = operand_nodes(node)
     shapes = [shape_of(n) for n in nodes]
     sizes = bind_sizes([source, *index], shapes[:-1])
-    widths = [sizes[d[0]] if d[0] in sizes else 1 for d in full]
+    widths = [sizes.get(d[0], 1) for d in full]
     lead = len(full) - len(shapes[-1])
     values = tuple(
         () if n == 1 and widths[lead + i] != 1 else full[lead + i] for i, n in enumerate(shapes[-1])
@@ -158,7 +166,9 @@ def _index_put_at(
     size = x.shape[dim]
     local[dim] = torch.where(here, local[dim], size)
     spare = torch.zeros_like(x.narrow(dim, 0, 1))
-    return aten.index_put(torch.cat([x, spare], dim), local, values, accumulate).narrow(dim, 0, size)
+    return aten.index_put(torch.cat([x, spare], dim), local, values, accumulate).narrow(
+        dim, 0, size
+    )
 
 
 TABLE: dict[Any, Any] = {

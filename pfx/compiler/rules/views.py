@@ -141,9 +141,7 @@ def _expand(node: torch.fx.Node) -> Rule:
     source, target = shape_of(node.args[0]), shape_of(node)  # type: ignore[arg-type]
     lead = len(target) - len(source)
     dims = named("d", len(target))
-    operand = tuple(
-        dims[lead + i] if n == target[lead + i] else () for i, n in enumerate(source)
-    )
+    operand = tuple(dims[lead + i] if n == target[lead + i] else () for i, n in enumerate(source))
     sizes = bind_sizes([dims], [target])
     return Rule((operand,), (dims,), sizes, linear=_PASS, localize=_local_expand)
 

@@ -1,0 +1,1 @@
+"""The compiler: trace, rules, propagate, partition, passes, program."""

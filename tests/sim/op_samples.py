@@ -1,0 +1,199 @@
+"""torch's operator database as cases: pure functions of tensors, with sizes that meshes divide."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import itertools
+import os
+import pkgutil
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.testing._internal.common_methods_invocations as database
+import torch.testing._internal.opinfo.definitions as definitions
+from torch.utils import _pytree as pytree
+
+EVERYTHING = os.environ.get("PFX_OP_DB") == "all"  # a sweep of minutes rather than seconds
+DTYPES = (torch.float64, torch.int64, torch.bool)
+# The database's size constants are odd (5, 3); these divide by 2 and mostly by 4.
+_SIZES = {"XS": 2, "S": 4, "M": 8, "L": 12}
+
+# What no compiler of pure functions of known shape can run, by the error that it must give.
+RANDOM = frozenset(
+    """bernoulli cauchy exponential geometric log_normal multinomial nn.functional.alpha_dropout
+    nn.functional.dropout nn.functional.dropout2d nn.functional.dropout3d
+    nn.functional.feature_alpha_dropout nn.functional.fractional_max_pool2d
+    nn.functional.fractional_max_pool3d nn.functional.rrelu normal pca_lowrank rand_like randint
+    randint_like randn randn_like svd_lowrank uniform""".split()
+)
+VALUE_DEPENDENT = frozenset(
+    """allclose argwhere bincount combinations corrcoef cov equal item linalg.lstsq masked_select
+    nn.functional.ctc_loss nn.functional.gaussian_nll_loss nonzero unique
+    unique_consecutive""".split()
+)
+RESIZING = frozenset({"_batch_norm_with_update", "resize_", "resize_as_"})
+# What says nothing about a rule: uninitialized memory, sparse results, kernels that need CUDA, a
+# dtype without comparison, and two whose samples read out of bounds at other sizes.
+LEFT_OUT = frozenset(
+    """empty empty_like empty_permuted empty_strided new_empty new_empty_strided to_sparse sparse.mm
+    sparse.sampled_addmm jiterator_2inputs_2outputs jiterator_4inputs_with_extra_args
+    jiterator_binary jiterator_binary_return_by_ref jiterator_unary torch._scaled_mm
+    torch._scaled_mm_v2 torch.ops.aten._efficient_attention_forward
+    torch.ops.aten._flash_attention_forward chalf _segment_reduce ormqr""".split()
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sample: ``fn(*tensors) -> list of tensors``, and what to print of it."""
+
+    name: str
+    fn: Callable[..., list[torch.Tensor]]
+    tensors: list[torch.Tensor]
+    differentiable: bool
+
+    def __str__(self) -> str:
+        shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in self.tensors)
+        return f"{self.name}({shapes})"
+
+    @property
+    def slots(self) -> list[tuple[int, int]]:
+        """The (tensor, dim) pairs that two devices can split."""
+        return [
+            (i, d)
+            for i, tensor in enumerate(self.tensors)
+            for d, n in enumerate(tensor.shape)
+            if n and n % 2 == 0
+        ]
+
+    def with_gradient(self) -> Callable[..., list[torch.Tensor]]:
+        """The function followed by the gradient of a fixed random projection of its results."""
+        if not self.differentiable:
+            return self.fn
+        outs = self.fn(*[t.clone() for t in self.tensors])
+        random_ = torch.Generator().manual_seed(1)
+        weights = [
+            torch.randn(o.shape, dtype=o.dtype, generator=random_)
+            if o.is_floating_point()
+            else None
+            for o in outs
+        ]
+        floats = tuple(i for i, t in enumerate(self.tensors) if t.is_floating_point())
+        if not floats or all(w is None for w in weights):
+            return self.fn
+
+        def loss(*tensors: torch.Tensor) -> torch.Tensor:
+            pairs = zip(self.fn(*tensors), weights, strict=True)
+            return torch.stack([(out * w).sum() for out, w in pairs if w is not None]).sum()
+
+        def both(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            return [*self.fn(*tensors), *torch.func.grad(loss, argnums=floats)(*tensors)]
+
+        return both
+
+
+@functools.cache
+def operators() -> dict[str, list[Any]]:
+    """The database by name; several variants share one."""
+    found: dict[str, list[Any]] = {}
+    for op in database.op_db:
+        if op.name not in LEFT_OUT:
+            found.setdefault(op.name, []).append(op)
+    return found
+
+
+@functools.cache
+def _sample_modules() -> tuple[Any, ...]:
+    names = [f"{definitions.__name__}.{m.name}" for m in pkgutil.iter_modules(definitions.__path__)]
+    return database, *map(importlib.import_module, names)
+
+
+@contextlib.contextmanager
+def _even_sizes() -> Iterator[None]:
+    """Replace the database's size constants for a while."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, (name, size) in itertools.product(_sample_modules(), _SIZES.items()):
+            if hasattr(module, name):
+                patch.setattr(module, name, size)
+        yield
+
+
+def cases(name: str, dtypes: Sequence[torch.dtype], limit: int) -> Iterator[Case]:
+    """At most `limit` cases for every variant of an op and dtype, the same ones every time."""
+    for op in operators()[name]:
+        for dtype in dtypes:
+            if dtype in op.dtypes:
+                yield from _spread(list(_cases_of(op, dtype)), limit)
+
+
+def _spread(found: list[Case], limit: int) -> list[Case]:
+    """The case with most to split, and others evenly spaced."""
+    if len(found) <= limit:
+        return found
+    best = max(range(len(found)), key=lambda i: len(found[i].slots))
+    step = len(found) / max(limit - 1, 1)
+    chosen = {best, *(int(i * step) for i in range(limit - 1))}
+    return [found[i] for i in sorted(chosen)]
+
+
+def _cases_of(op: Any, dtype: torch.dtype) -> Iterator[Case]:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    samples = []
+    with _even_sizes(), contextlib.suppress(RuntimeError, IndexError, ValueError):
+        for sample in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), 100):
+            samples.append(sample)  # until one was made for the constants that were replaced
+    for sample in samples:
+        case = _case(op, sample)
+        if _runs(case):
+            yield case
+
+
+def _case(op: Any, sample: Any) -> Case:
+    leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+    def fn(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        full = list(leaves)
+        for i, tensor in zip(places, tensors, strict=True):
+            full[i] = tensor
+        first, args, kwargs = pytree.tree_unflatten(full, spec)
+        out = op.op(first, *args, **kwargs)
+        return [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+
+    tensors = [leaves[i] for i in places]
+    floating = any(t.is_floating_point() for t in tensors)
+    name = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+    return Case(name, fn, tensors, floating and op.supports_autograd)
+
+
+def _runs(case: Case) -> bool:
+    """Tell whether torch itself runs the sample at the new sizes."""
+    try:
+        case.fn(*[t.clone() for t in case.tensors])
+    except (RuntimeError, IndexError, ValueError):
+        return False
+    return True
+
+
+def difference(got: torch.Tensor, want: torch.Tensor) -> str:
+    """What is wrong with a value; empty if it equals the wanted one to rounding."""
+    if got.dtype != want.dtype:
+        return f"dtype {got.dtype}, not {want.dtype}"
+    if got.shape != want.shape:
+        return f"shape {tuple(got.shape)}, not {tuple(want.shape)}"
+    if not (want.is_floating_point() or want.is_complex()):
+        return "" if torch.equal(got, want) else "other values"
+    rounding = 1e3 * torch.finfo(want.dtype).eps if want.dtype.itemsize < 4 else 1e-4
+    tolerance = 1e-9 if want.dtype in (torch.float64, torch.complex128) else min(rounding, 0.1)
+    if torch.allclose(got, want, rtol=tolerance, atol=tolerance, equal_nan=True):
+        return ""
+    return f"values off by {(got - want).abs().max().item():.3g}"

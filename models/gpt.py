@@ -35,6 +35,7 @@ class Config:
     eps: float = 1e-5
     init_std: float = 0.02
     dtype: torch.dtype = torch.float32
+    remat: str | None = None  # "full" recomputes each block in the backward pass
 
     def __post_init__(self) -> None:
         common.check_divides("gpt.Config", "embed_dim", self.embed_dim, "num_heads", self.num_heads)
@@ -130,7 +131,7 @@ def apply(
         weights, block_key = inputs
         return block(x, weights, config, block_key), None
 
-    x, _ = pfx.scan(layer, x, (params["blocks"], block_keys))
+    x, _ = pfx.scan(layer, x, (params["blocks"], block_keys), remat=config.remat)
     x = layer_norm(x, params["final_norm"], config.eps)
     logits = pfx.constrain(F.linear(x, params["tok_embed"]), "batch tokens vocab")
     return common.mask_padding(logits, config.vocab_size)

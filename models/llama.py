@@ -52,10 +52,11 @@ class Config:
     eps: float = 1e-5
     init_std: float = 0.02
     dtype: torch.dtype = torch.float32
+    remat: str | None = None  # "full" recomputes each block in the backward pass
 
     def __post_init__(self) -> None:
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        common.check_divides("llama.Config", "num_heads", heads, "num_kv_heads", kv_heads)
+        kv_heads = self.num_kv_heads
+        common.check_divides("llama.Config", "num_heads", self.num_heads, "num_kv_heads", kv_heads)
         common.check_divides("llama.Config", "head_dim", self.head_dim, "a rotary pair", 2)
 
     @property
@@ -163,7 +164,7 @@ def apply(
     def layer(x: torch.Tensor, weights: Params) -> tuple[torch.Tensor, None]:
         return block(x, weights, rotation, config), None
 
-    x, _ = pfx.scan(layer, x, params["blocks"])
+    x, _ = pfx.scan(layer, x, params["blocks"], remat=config.remat)
     x = rms_norm(x, params["final_norm"], config.eps)
     unembed = params["tok_embed"] if config.tied else params["unembed"]
     logits = pfx.constrain(F.linear(x, unembed), "batch tokens vocab")

@@ -15,6 +15,7 @@ from pfx._torch import DataDependentError, TensorMeta
 from pfx.array import Array
 from pfx.compiler.lower import Lowered, lower
 from pfx.compiler.program import Program
+from pfx.compiler.reuse import shared_outputs
 from pfx.errors import ShardingError, TraceError, TreeError, message
 from pfx.lax.body import trace_body
 from pfx.mesh import Mesh
@@ -84,7 +85,8 @@ def device_put(value: Any, mesh: Mesh, specs: Any = None) -> Any:
             continue
         leaf = torch.as_tensor(leaf)
         layout = layout_of(spec, leaf.shape, mesh, where)
-        parts = tuple(runtime.split(leaf, layout))
+        parts = runtime.split(leaf, layout)
+        parts = _own(parts, any(part.data_ptr() == leaf.data_ptr() for part in parts))
         out.append(Array(tuple(leaf.shape), leaf.dtype, mesh, layout, parts, runtime.coordinate))
     return tree.unflatten(treedef, out)
 
@@ -139,6 +141,7 @@ class _Compiled:
     layouts: tuple[Layout, ...]
     out_def: tree.TreeDef
     donated: tuple[bool, ...]
+    shared: tuple[bool, ...]  # outputs that are also someone else's memory
 
     @property
     def program(self) -> Program:
@@ -176,17 +179,24 @@ class Jitted:
             raise AssertionError("an abstract mesh has no runtime")
         leaves = tree.leaves(args)
         ready = [
-            self._parts(leaf, layout) for leaf, layout in zip(leaves, compiled.layouts, strict=True)
+            self._parts(leaf, layout, donated)
+            for leaf, layout, donated in zip(
+                leaves, compiled.layouts, compiled.donated, strict=True
+            )
         ]
         ready += [list(runtime.split(t, replicated(t.ndim))) for t in compiled.lowered.captured]
-        for leaf, donated in zip(leaves, compiled.donated, strict=True):
+        for i, (leaf, donated) in enumerate(zip(leaves, compiled.donated, strict=True)):
             if donated and isinstance(leaf, Array):
+                if any(leaf is other for other in leaves[:i]):
+                    ready[i] = [part.clone() for part in ready[i]]  # given twice
                 object.__setattr__(leaf, "parts", ())
         del leaves
         outs = compiled.run(ready)
         arrays = [
-            Array(v.shape, v.dtype, self.mesh, v.layout, tuple(parts), runtime.coordinate)
-            for v, parts in zip(compiled.program.outputs, outs, strict=True)
+            Array(v.shape, v.dtype, self.mesh, v.layout, _own(parts, shared), runtime.coordinate)
+            for v, parts, shared in zip(
+                compiled.program.outputs, outs, compiled.shared, strict=True
+            )
         ]
         return tree.unflatten(compiled.out_def, arrays)
 
@@ -194,7 +204,7 @@ class Jitted:
         """Compile for arguments of this form (tensors, Arrays or `ShapeDtype`) and return the program."""
         return self._compiled(args).program
 
-    def _parts(self, leaf: Any, layout: Layout) -> list[torch.Tensor]:
+    def _parts(self, leaf: Any, layout: Layout, donated: bool) -> list[torch.Tensor]:  # noqa: FBT001
         if isinstance(leaf, Array):
             array = _resharded(leaf, layout)
             if not array.parts:
@@ -206,7 +216,9 @@ class Jitted:
                     )
                 )
             return list(array.parts)
-        return list(runtime_of(self.mesh).split(torch.as_tensor(leaf), layout))
+        leaf = torch.as_tensor(leaf)
+        # A donated tensor stays the caller's: only an Array can be given away.
+        return list(runtime_of(self.mesh).split(leaf.clone() if donated else leaf, layout))
 
     def _compiled(self, args: tuple[Any, ...]) -> _Compiled:
         pairs, treedef = tree.flatten_with_path(args)
@@ -254,13 +266,10 @@ class Jitted:
                 for spec, value, path in zip(wanted, values, out_paths[0], strict=True)
             ]
 
-        lowered = self._lower(flat, metas, layouts, out_layouts)
+        donated = [int(path[0][1:-1]) in self.donate for path, _ in pairs]
+        lowered = self._lower(flat, metas, layouts, out_layouts, donated)
         program = lowered.program
         program.names = names + [f"captured {i}" for i in range(len(lowered.captured))]
-        donated = [int(path[0][1:-1]) in self.donate for path, _ in pairs]
-        program.donated = frozenset(
-            v.number for v, gone in zip(program.inputs, donated, strict=False) if gone
-        )
         if self.options.get("strict") and program.report:
             raise ShardingError(
                 message(f"{self.name}: strict=True", "does not allow:", *program.report)
@@ -272,12 +281,24 @@ class Jitted:
                 check=self.options.get("check", False),
                 deterministic=self.options.get("deterministic", False),
             )
-        return _Compiled(lowered, run, tuple(layouts), out_defs[0], tuple(donated))
+        shared = tuple(shared_outputs(program))
+        return _Compiled(lowered, run, tuple(layouts), out_defs[0], tuple(donated), shared)
 
-    def _lower(self, flat: Any, metas: Any, layouts: Any, out_layouts: Any) -> Lowered:
+    def _lower(
+        self, flat: Any, metas: Any, layouts: Any, out_layouts: Any, donated: list[bool]
+    ) -> Lowered:
         options = {k: self.options[k] for k in ("names", "rules") if k in self.options}
         try:
-            return lower(flat, metas, layouts, out_layouts, self.mesh, where=self.name, **options)
+            return lower(
+                flat,
+                metas,
+                layouts,
+                out_layouts,
+                self.mesh,
+                where=self.name,
+                donated=donated,
+                **options,
+            )
         except DataDependentError as error:
             raise TraceError(_branch_message(self.name, error)) from error
 
@@ -295,6 +316,11 @@ class Jitted:
             parameters = []
         root = parameters[index] if index < len(parameters) else f"argument {index}"
         return tree.path_string(path[1:], root)
+
+
+def _own(parts: Sequence[torch.Tensor], shared: bool) -> tuple[torch.Tensor, ...]:  # noqa: FBT001
+    """The parts of a result, copied if their memory is also an argument's or another result's."""
+    return tuple(part.clone() for part in parts) if shared else tuple(parts)
 
 
 def _branch_message(name: str, error: Exception) -> str:

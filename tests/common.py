@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 import pfx
 from models import gpt, llama
@@ -85,6 +86,84 @@ class Case:
         count = round(self.masked * labels.numel())
         labels.view(-1)[order.view(-1).argsort()[:count]] = IGNORED
         return {"tokens": tokens[:, :-1].contiguous(), "labels": labels}
+
+
+# What a further mesh axis may split: a dim with another axis, before or after it, or alone.
+NAMES: tuple[Mapping[str, Any], ...] = (
+    {"batch": ("dp", "x")},
+    {"batch": ("x", "dp")},
+    {"mlp": ("tp", "x"), "heads": ("tp", "x"), "vocab": ("tp", "x")},
+    {"mlp": ("x", "tp"), "heads": ("x", "tp"), "kv_heads": ("x", "tp"), "vocab": "x"},
+    {"embed": "x"},
+    {"seq": "x"},
+    {"seq": ("x", "tp"), "positions": "x"},
+    {"tokens": "x"},
+    {"head_dim": "x"},
+    {"layers": "x"},
+    {"embed": "dp", "vocab": "x"},
+)
+
+
+@st.composite
+def plans(draw: st.DrawFn, max_devices: int) -> dict[str, Any]:
+    """Arguments of a `Plan`: one to three axes on at most `max_devices` devices."""
+    sizes = [
+        (dp, tp, x)
+        for dp in range(1, max_devices + 1)
+        for tp in range(1, max_devices // dp + 1)
+        for x in range(1, max_devices // (dp * tp) + 1)
+    ]
+    dp, tp, x = draw(st.sampled_from(sizes))
+    plan: dict[str, Any] = {
+        "dp": dp,
+        "tp": tp,
+        "zero": draw(st.integers(0, 3)),
+        "sequence_parallel": draw(st.booleans()),
+        "microbatches": draw(st.integers(1, 4)),
+    }
+    if x > 1:
+        plan |= {"axes": {"x": x}, "names": draw(st.sampled_from(NAMES))}
+    return plan
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    max_devices: int = 8,
+    dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32),
+) -> Case:
+    """Small training runs whose sizes divide by the mesh, or do not."""
+    size = lambda *sizes: draw(st.sampled_from(sizes))
+    config = {
+        "num_layers": size(2, 1, 3),
+        "mlp_dim": size(24, 16, 12, 7),
+        "vocab_size": size(50, 128, 129, 257, 5),
+        "max_seq_len": size(8, 9, 12),
+    }
+    family = size("gpt", "llama")
+    if family == "gpt":
+        heads = size(4, 2, 6, 3, 1)
+        config |= {"num_heads": heads, "embed_dim": heads * size(4, 6, 3), "dropout": size(0.0, 0.3)}
+    else:
+        kv_heads = size(2, 4, 1, 3)
+        config |= {
+            "num_heads": kv_heads * size(2, 1, 3),
+            "num_kv_heads": kv_heads,
+            "head_dim": size(4, 2, 6),
+            "embed_dim": size(16, 12, 7),
+            "qk_norm": draw(st.booleans()),
+            "tied": draw(st.booleans()),
+        }
+    return Case(
+        family,
+        config,
+        draw(plans(max_devices)),
+        size("sgd", "adamw"),
+        size(*dtypes),
+        rows=size(1, 2, 3),
+        seq=size(6, 8, 7, 5),
+        masked=size(0.3, 0.0, 0.9),
+    )
 
 
 State = tuple[Any, Mapping[str, torch.Tensor]]

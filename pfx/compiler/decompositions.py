@@ -28,11 +28,11 @@ _TORCH_DECOMPOSED = (
     aten._native_batch_norm_legit, aten._native_batch_norm_legit_functional,
     aten._native_batch_norm_legit_no_training, aten.block_diag, aten.channel_shuffle,
     aten.pixel_shuffle, aten.pixel_unshuffle, aten.diag_embed, aten.take, aten.renorm,
-    aten.log_sigmoid_forward,
+    aten.log_sigmoid_forward, aten.diagonal_backward,
 )  # fmt: skip
 _COPIES = ("alias", "expand", "permute", "transpose", "t", "view", "squeeze", "unsqueeze", "select",
            "slice", "diagonal", "unbind", "split_with_sizes", "split", "unfold", "detach", "as_strided",
-           "view_as_real", "view_as_complex")  # fmt: skip
+           "view_as_real", "view_as_complex", "narrow")  # fmt: skip
 
 
 def _dims(x: torch.Tensor, dim: Any) -> list[int]:
@@ -160,6 +160,7 @@ _DECOMPOSED: dict[Any, Callable[..., Any]] = {
     aten.addbmm: _addbmm,
     aten.repeat: _repeat,
     aten.copy: _copy,
+    aten.dist: lambda x, y, p=2: _vector_norm(x - y, p),
     **{getattr(aten, f"{name}_copy"): getattr(aten, name) for name in _COPIES},
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pfx._torch import OpOverload
 from pfx.compiler.reshard import Move
 from pfx.mesh import Mesh
 from pfx.spec import Axes, Layout, local_bytes, local_shape
@@ -60,6 +61,7 @@ class Compute:
     offset: tuple[tuple[Axes, int], ...] = ()
     source: str = ""
     many: bool = False  # the call returns a tuple
+    into: int = -1  # the operand whose memory the result takes, see `pfx.compiler.reuse`
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,3 +152,12 @@ def streams_of(instrs: Sequence[Instr], outputs: Sequence[Value]) -> frozenset[i
             sliced = range(instr.num_carry, instr.num_carry + instr.num_xs)
         elsewhere |= {v.number for i, v in enumerate(instr.ins) if i not in sliced}
     return frozenset(found - elsewhere)
+
+
+def is_view(target: Any) -> bool:
+    """Tell whether a call returns its first operand's memory."""
+    if target is torch.ops.aten.reshape.default:
+        return True  # a copy only where the strides force one
+    if not isinstance(target, OpOverload):
+        return False
+    return any(r.alias_info is not None for r in target._schema.returns)

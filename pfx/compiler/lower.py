@@ -15,6 +15,7 @@ from pfx.compiler.partition import partition
 from pfx.compiler.passes import bucket_collectives
 from pfx.compiler.program import Program
 from pfx.compiler.propagate import Context, propagate
+from pfx.compiler.reuse import reuse_buffers
 from pfx.compiler.simplify import simplify
 from pfx.lax.functionalize import functionalize
 from pfx.mesh import Mesh
@@ -38,6 +39,7 @@ def lower(
     *,
     names: Mapping[str, Any] | None = None,
     rules: Mapping[Any, str] | None = None,
+    donated: Sequence[bool] = (),
     bucket_bytes: int = 32 << 20,
     where: str = "",
     arg_names: Sequence[str] = (),
@@ -50,6 +52,7 @@ def lower(
         out_layouts: given the (fake) results, the layout each must have, None for any.
         names: logical dim names to mesh axes, for `constrain` with a string.
         rules: einops patterns of users' ops.
+        donated: which arguments the program may overwrite.
         bucket_bytes: collectives of one kind are joined up to this many bytes.
         where: what errors call the function.
         arg_names: what errors call its arguments.
@@ -78,4 +81,8 @@ def lower(
     ]
     program.report = list(context.report)
     bucket_collectives(program, bucket_bytes)
+    program.donated = frozenset(
+        value.number for value, given in zip(program.inputs, donated, strict=False) if given
+    )
+    reuse_buffers(program)
     return Lowered(program, traced.captured)

@@ -9,12 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
-
-from pfx._torch import OpOverload
-from pfx.compiler.ir import Block, Compute, Instr, LoopInstr, Reshard, Value, last_uses
+from pfx.compiler.ir import Block, Compute, Instr, LoopInstr, Reshard, Value, is_view, last_uses
 from pfx.mesh import Mesh
 
 
@@ -124,20 +120,11 @@ def _made(instr: Compute | Reshard, out: Value, env: dict[int, _Storage], mesh: 
             return env[instr.ins[instr.outs.index(out)].number]
         role = "gathered copies" if instr.move.kind == "all_gather" else out.role or "activations"
         return _Storage(out.local_bytes(mesh), role)
+    if instr.into >= 0:
+        return env[instr.ins[instr.into].number]
     if is_view(instr.target) and instr.ins:
         return env[instr.ins[0].number]
-    if instr.target is torch.ops.aten.full.default:
-        return _Storage(out.local_bytes(mesh), out.role or "activations")
     return _Storage(out.local_bytes(mesh), out.role or "activations")
-
-
-def is_view(target: Any) -> bool:
-    """Tell whether a call returns its first operand's memory."""
-    if target is torch.ops.aten.reshape.default:
-        return True  # a copy only where the strides force one
-    if not isinstance(target, OpOverload):
-        return False
-    return any(r.alias_info is not None for r in target._schema.returns)
 
 
 def _loop(instr: LoopInstr, env: dict[int, _Storage], heap: _Heap, mesh: Mesh) -> None:

@@ -324,10 +324,14 @@ class _Sweeps:
     def candidates(
         self, rule: Rule, proposals: Sequence[Assignment], flow: Flow
     ) -> list[Assignment]:
-        """Merge the proposals, starting from each in turn."""
+        """Merge the proposals in every order; if they are many, starting from each in turn."""
         found: list[Assignment] = []
-        for first in range(max(len(proposals), 1)):
-            order = [*proposals[first : first + 1], *proposals[:first], *proposals[first + 1 :]]
+        distinct = [p for i, p in enumerate(proposals) if p not in proposals[:i]]
+        if len(distinct) <= 3:
+            orders = [list(order) for order in itertools.permutations(distinct)]
+        else:
+            orders = [[p, *(q for q in distinct if q is not p)] for p in distinct]
+        for order in orders:
             merged: Assignment = {}
             for proposal in order:
                 self.merge(rule, merged, proposal, flow[0])

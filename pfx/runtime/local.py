@@ -8,12 +8,18 @@ from typing import Any
 import torch
 
 from pfx.compiler.ir import Compute, Value, values_in
+from pfx.compiler.reuse import out_variant
 
 Call = Callable[[Sequence[torch.Tensor], Any], Any]
 
 
-def local_call(instr: Compute) -> Call:
-    """A function of the operands' local tensors (in the order of `ins`) and the offset."""
+def local_call(instr: Compute, *, reuse: bool = True) -> Call:
+    """A function of the operands' local tensors (in the order of `ins`) and the offset.
+
+    With `reuse`, a call marked to overwrite an operand does so.
+    """
+    if reuse and instr.into >= 0:
+        return _in_place(instr)
     positions = {value.number: i for i, value in enumerate(instr.ins)}
     nested = [a for a in instr.args if not isinstance(a, Value)]
     if any(values_in([*nested, *instr.kwargs.values()])):
@@ -34,6 +40,20 @@ def _flat(instr: Compute, positions: Mapping[int, int]) -> Call:
     if all(i == k for k, (i, _) in enumerate(template)) and not kwargs:
         return lambda ins, _: target(*ins)
     return lambda ins, _: target(*[ins[i] if i >= 0 else a for i, a in template], **kwargs)
+
+
+def _in_place(instr: Compute) -> Call:
+    """Write the result over an operand that nobody reads again."""
+    target, into = out_variant(instr.target), instr.into
+    assert target is not None and not instr.offset
+    positions = {value.number: i for i, value in enumerate(instr.ins)}
+    template = [
+        (positions[a.number], None) if isinstance(a, Value) else (-1, a) for a in instr.args
+    ]
+    kwargs = dict(instr.kwargs)
+    return lambda ins, _: target(
+        *[ins[i] if i >= 0 else a for i, a in template], **kwargs, out=ins[into]
+    )
 
 
 def _nested(instr: Compute, positions: Mapping[int, int]) -> Call:

@@ -108,7 +108,7 @@ class Simulated:
             axes |= set(value.layout.axes)
         places = self.places(self.mesh.ordered(tuple(axes)))
         picks = [tuple(self.index_of(v, place) for v in instr.ins) for place in places]
-        call = local_call(instr)
+        call = local_call(instr, reuse=not self.check)
         if instr.offset:
             offsets = [self.offset(instr, place) for place in places]
             return lambda ins: _columns(

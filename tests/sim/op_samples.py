@@ -130,31 +130,29 @@ def cases(name: str, dtypes: Sequence[torch.dtype], limit: int) -> Iterator[Case
     for op in operators()[name]:
         for dtype in dtypes:
             if dtype in op.dtypes:
-                yield from _spread(list(_cases_of(op, dtype)), limit)
+                yield from _cases_of(op, dtype, limit)
 
 
-def _spread(found: list[Case], limit: int) -> list[Case]:
-    """The case with most to split, and others evenly spaced."""
-    if len(found) <= limit:
-        return found
-    best = max(range(len(found)), key=lambda i: len(found[i].slots))
-    step = len(found) / max(limit - 1, 1)
-    chosen = {best, *(int(i * step) for i in range(limit - 1))}
-    return [found[i] for i in sorted(chosen)]
-
-
-def _cases_of(op: Any, dtype: torch.dtype) -> Iterator[Case]:
+def _cases_of(op: Any, dtype: torch.dtype, limit: int) -> Iterator[Case]:
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
-    samples = []
+    found = []
+    most = 200 if EVERYTHING else 25
     with _even_sizes(), contextlib.suppress(RuntimeError, IndexError, ValueError):
-        for sample in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), 100):
-            samples.append(sample)  # until one was made for the constants that were replaced
-    for sample in samples:
-        case = _case(op, sample)
-        if _runs(case):
-            yield case
+        for sample in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=False), most):
+            found.append(_case(op, sample))  # until one was made for the constants replaced here
+    yield from itertools.islice(filter(_runs, _spread(found)), limit)
+
+
+def _spread(found: list[Case]) -> Iterator[Case]:
+    """All cases: the one with most to split, then the others by halves and quarters."""
+    order = sorted(range(len(found)), key=lambda i: -len(found[i].slots))[:1]
+    step = len(found)
+    while step:
+        order += range(step // 2, len(found), step)
+        step //= 2
+    yield from (found[i] for i in dict.fromkeys(order))
 
 
 def _case(op: Any, sample: Any) -> Case:

@@ -107,7 +107,7 @@ def traced(case: Case) -> tuple[list[torch.fx.Node], Env]:
     module = simplify(functionalize(trace, case.name))
     env = evaluate(module, [*case.tensors, *trace.captured])
     calls = (n for n in module.graph.nodes if n.op == "call_function")
-    return [n for n in calls if n.target is not operator.getitem], env
+    return [n for n in calls if results(n, env) and n.target is not operator.getitem], env
 
 
 def evaluate(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Env:
@@ -211,6 +211,7 @@ def joined(
     kept = {f for dim in dims for f in dim}
     reduces = {rule.reduce.get(f, "sum") for f in assignment if f not in kept}
     assert len(reduces) <= 1, "two kinds of reduction at once"
+    reduce = next(iter(reduces), "sum")
     whole = torch.empty_like(want)
     groups: dict[Any, list[torch.Tensor]] = {}
     for place, part in parts:
@@ -233,7 +234,7 @@ def joined(
 def addable(node: torch.fx.Node, rule: Rule, env: Env) -> Iterator[tuple[int, ...]]:
     """The groups of operands whose partial sums may flow, where rounding lets us see it."""
     values = [env[n] for n in operand_nodes(node)]
-    exact = (torch.float32, torch.float64, torch.complex128)
+    exact = (torch.float64, torch.complex128)
     finite = all(bool(v.isfinite().all()) for v in (*values, *results(node, env)))
     for group in rule.linear:
         if finite and all(values[i].dtype in exact for i in group):

@@ -7,36 +7,34 @@ from typing import Any
 import torch
 import torch.fx
 
-from pfx.compiler.rule import Call, Local, Rule, bind_sizes, named, operand_nodes, shape_of
+from pfx.compiler.rule import (
+    Call,
+    Local,
+    Rule,
+    argument,
+    bind_sizes,
+    named,
+    operand_nodes,
+    shape_of,
+)
 
 aten = torch.ops.aten
 
 
-def _filled(node: torch.fx.Node) -> Rule:
+def _full(node: torch.fx.Node) -> Rule:
+    """`simplify` writes every constant as ``full``."""
     shape = shape_of(node)
     dims = named("d", len(shape))
-    operands = tuple(named(f"i{k}_", len(shape_of(n))) for k, n in enumerate(operand_nodes(node)))
-    shapes = [shape_of(n) for n in operand_nodes(node)]
-    sizes = bind_sizes([dims, *operands], [shape, *shapes])
-    zero = _fill_value(node) == 0
-    return Rule(operands, (dims,), sizes, localize=_local_full, free=True, zero=zero)
-
-
-def _fill_value(node: torch.fx.Node) -> Any:
-    packet = node.target.overloadpacket  # type: ignore[union-attr]
-    if packet in (aten.zeros, aten.zeros_like, aten.new_zeros, aten.empty, aten.empty_like,
-                  aten.new_empty):  # fmt: skip
-        return 0  # an uninitialized value may be anything, so zeros are right too
-    if packet in (aten.ones, aten.ones_like, aten.new_ones):
-        return 1
-    position = {aten.full: 1, aten.full_like: 1, aten.new_full: 2, aten.scalar_tensor: 0}[packet]
-    return node.args[position] if len(node.args) > position else node.kwargs["fill_value"]
+    zero = node.args[1] == 0
+    return Rule(
+        (), (dims,), bind_sizes([dims], [shape]), localize=_local_full, free=True, zero=zero
+    )
 
 
 def _local_full(local: Local) -> Call:
     value = local.node.meta["val"]
     options = {"dtype": value.dtype, "device": value.device}
-    return Call(aten.full.default, (local.result_shape(), _fill_value(local.node)), options)
+    return Call(aten.full.default, (local.result_shape(), local.node.args[1]), options)
 
 
 def _arange(node: torch.fx.Node) -> Rule:
@@ -47,10 +45,7 @@ def _arange(node: torch.fx.Node) -> Rule:
 
 def _local_arange(local: Local) -> Call:
     value = local.node.meta["val"]
-    packet = local.node.target.overloadpacket  # type: ignore[union-attr]
-    assert packet is aten.arange
-    numbers = [arg for arg in local.node.args if isinstance(arg, (int, float))]
-    start, step = (numbers[0] if len(numbers) > 1 else 0), (numbers[2] if len(numbers) > 2 else 1)
+    start, step = argument(local.node, "start") or 0, argument(local.node, "step") or 1
     options = {"dtype": value.dtype, "device": value.device}
     args = (local.result_shape()[0], start, step)
     return Call(_arange_at, args, options, (local.place("d0"),))
@@ -61,19 +56,34 @@ def _arange_at(
 ) -> torch.Tensor:
     """The part of ``start + step * arange(n)`` that begins at the global index `offset`."""
     index = torch.arange(offset[0], offset[0] + size, device=device)
-    if not (start == 0 and step == 1):
-        index = index * step + start
-    return index.to(dtype)
+    if not (isinstance(start, int) and isinstance(step, int)):
+        index = index.double()  # as torch computes it
+    return (index if start == 0 and step == 1 else index * step + start).to(dtype)
+
+
+def _cut(node: torch.fx.Node) -> Rule | None:
+    """Small values that a device makes whole, to keep its part: a linspace, the indices of a tril."""
+    if operand_nodes(node):
+        return None  # a linspace between tensors
+    shape = shape_of(node)
+    dims = named("d", len(shape))
+    return Rule((), (dims,), bind_sizes([dims], [shape]), localize=_local_cut, free=True)
+
+
+def _local_cut(local: Local) -> Call:
+    args = (local.node.target, *local.node.args)
+    places = [local.place(dim[0]) for dim in local.rule.results[0]]
+    options = {**local.node.kwargs, "sizes": local.result_shape()}
+    return Call(_cut_at, args, options, tuple(places))
+
+
+def _cut_at(op: Any, *args: Any, sizes: list[int], offset: tuple[int, ...], **options: Any) -> Any:
+    whole = op(*args, **options)
+    return whole[tuple(slice(o, o + n) for o, n in zip(offset, sizes, strict=True))]
 
 
 TABLE: dict[Any, Any] = {
     aten.arange: _arange,
-    **dict.fromkeys(
-        (
-            aten.zeros, aten.zeros_like, aten.new_zeros, aten.ones, aten.ones_like, aten.new_ones,
-            aten.full, aten.full_like, aten.new_full, aten.scalar_tensor, aten.empty,
-            aten.empty_like, aten.new_empty,
-        ),
-        _filled,
-    ),
-}  # fmt: skip
+    **dict.fromkeys((aten.linspace, aten.logspace, aten.tril_indices, aten.triu_indices), _cut),
+    aten.full: _full,
+}

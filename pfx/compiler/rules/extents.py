@@ -105,6 +105,17 @@ def _local_slot(local: Local) -> Call:
     return Call(local.node.target, (grad, local.result_shape(), *rest))  # type: ignore[arg-type]
 
 
+def _diagonal_scatter(node: torch.fx.Node) -> Rule:
+    """``diagonal_scatter(x, piece, offset, dim1, dim2)``: the matrix dims are whole."""
+    out = shape_of(node)
+    matrix = {int(argument(node, name)) % len(out) for name in ("dim1", "dim2")}
+    dims = named("d", len(out))
+    piece = (*(d for i, d in enumerate(dims) if i not in matrix), ("s",))
+    sizes = bind_sizes([dims, piece], [out, shape_of(node.args[1])])  # type: ignore[arg-type]
+    whole = frozenset({f"d{i}" for i in matrix} | {"s"})
+    return Rule((dims, piece), (dims,), sizes, whole, linear=((0, 1),))
+
+
 def _triangle(node: torch.fx.Node) -> Rule:
     """Tril and triu: a part of the matrix has its own diagonal."""
     shape = shape_of(node)
@@ -136,6 +147,7 @@ TABLE: dict[Any, Any] = {
     aten.slice_backward: _slot(slices=True, backward=True),
     aten.select_scatter: _slot(slices=False, backward=False),
     aten.slice_scatter: _slot(slices=True, backward=False),
+    aten.diagonal_scatter: _diagonal_scatter,
     aten.tril: _triangle,
     aten.triu: _triangle,
 }

@@ -30,6 +30,9 @@ TABLE: dict[Any, Any] = {
     aten.dot: _product("k, k -> "),
     aten.vdot: _product("k, k -> "),
     aten._cdist_forward: lambda node: pattern_rule(node, "... m k, ... n k -> ... m n", "k"),
+    aten._cdist_backward: lambda node: pattern_rule(
+        node, "... m n, ... m k, ... n k, ... m n -> ... m k", "n k"
+    ),
     aten.linalg_solve_triangular: _MATRICES,
     aten.linalg_lu_solve: batched("... i j, ... k, ... l m -> ... n o"),
     aten.cholesky_solve: _MATRICES,
@@ -38,7 +41,9 @@ TABLE: dict[Any, Any] = {
     **dict.fromkeys(
         (aten.linalg_cholesky_ex, aten.linalg_inv_ex), batched("... i j -> ... i j, ...")
     ),
-    aten._linalg_eigh: batched("... i j -> ... k, ... i j"),
+    **dict.fromkeys((aten._linalg_eigh, aten.linalg_eig), batched("... i j -> ... k, ... i j")),
+    aten.linalg_householder_product: batched("... i j, ... k -> ... i j"),
+    aten.linalg_lu: batched("... i j -> ... i k, ... k l, ... l j"),
     aten.linalg_qr: batched("... i j -> ... i k, ... l j"),
     aten._linalg_svd: batched("... i j -> ... i k, ... l, ... m n"),
     aten._linalg_det: batched("... i j -> ..., ... i j, ... k"),

@@ -99,7 +99,7 @@ def _view_dtype(node: torch.fx.Node) -> Rule | None:
 def _bucketize(node: torch.fx.Node) -> Rule:
     """``bucketize(x, boundaries)``: the boundaries are whole."""
     out = shape_of(node)
-    x, boundaries = (shape_of(n) for n in operand_nodes(node))
+    boundaries = shape_of(operand_nodes(node)[1])
     dims = named("d", len(out))
     sizes = {f"d{i}": n for i, n in enumerate(out)} | {"k": boundaries[0]}
     return Rule((dims, (("k",),)), (dims,), sizes, frozenset({"k"}))

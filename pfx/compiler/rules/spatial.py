@@ -74,8 +74,13 @@ def _local_group_norm(local: Local) -> Call:
     x, weight, bias, _, _, area, _, eps = local.node.args
     rows, channels = local.result_shape()[:2]
     groups = local.result_shape(1)[1]
-    args = (x, weight, bias, rows, channels, area, groups, eps)
-    return Call(local.node.target, args)  # type: ignore[arg-type]
+    args = (local.node.target, x, weight, bias, rows, channels, area, groups, eps)
+    return Call(_contiguous_first, args)
+
+
+def _contiguous_first(op: Any, x: torch.Tensor, *args: Any) -> Any:
+    """Call a kernel that wants its operand in order in memory; a part may be a slice of it."""
+    return op(x.contiguous(), *args)
 
 
 TABLE: dict[Any, Any] = {
@@ -86,7 +91,7 @@ TABLE: dict[Any, Any] = {
         (
             aten.avg_pool2d, aten._adaptive_avg_pool2d, aten.reflection_pad2d,
             aten.replication_pad2d, aten.upsample_nearest2d, aten._upsample_nearest_exact2d,
-            aten.upsample_bilinear2d, aten.upsample_bicubic2d,
+            aten.upsample_bilinear2d, aten.upsample_bicubic2d, aten._upsample_bilinear2d_aa,
         ),
         _windows(2),
     ),
@@ -107,11 +112,25 @@ TABLE: dict[Any, Any] = {
     **dict.fromkeys(
         (aten.reflection_pad1d_backward, aten.replication_pad1d_backward), _windows(1, 2)
     ),
-    aten.max_pool2d_with_indices: _windows(2, 1, 2),
-    aten.max_pool2d_with_indices_backward: _windows(2, 3),
-    aten.adaptive_max_pool2d: _windows(2, 1, 2),
-    aten.adaptive_max_pool2d_backward: _windows(2, 3),
-    **dict.fromkeys((aten.pixel_shuffle, aten.pixel_unshuffle), _windows(3)),
+    **dict.fromkeys((aten.max_pool2d_with_indices, aten.adaptive_max_pool2d), _windows(2, 1, 2)),
+    **dict.fromkeys(
+        (aten.max_pool2d_with_indices_backward, aten.adaptive_max_pool2d_backward), _windows(2, 3)
+    ),
+    **dict.fromkeys(
+        (
+            aten.avg_pool3d, aten._adaptive_avg_pool3d, aten.upsample_nearest3d,
+            aten._upsample_nearest_exact3d, aten.upsample_trilinear3d,
+        ),
+        _windows(3),
+    ),
+    **dict.fromkeys((aten.avg_pool3d_backward, aten._adaptive_avg_pool3d_backward), _windows(3, 2)),
+    **dict.fromkeys((aten.max_pool3d_with_indices, aten.adaptive_max_pool3d), _windows(3, 1, 2)),
+    **dict.fromkeys(
+        (aten.max_pool3d_with_indices_backward, aten.adaptive_max_pool3d_backward), _windows(3, 3)
+    ),
+    aten.grid_sampler_2d: lambda node: pattern_rule(
+        node, "n c h w, n i j xy -> n c i j", "h w i j xy"
+    ),
     aten.im2col: batched("... c h w -> ... x y"),
     aten.col2im: batched("... x y -> ... c h w"),
 }  # fmt: skip

@@ -1,0 +1,122 @@
+"""Write results over operands that die: a pass that marks elementwise calls to run in place.
+
+An optimizer is a chain of elementwise calls on large tensors; allocating each result costs more than
+computing it. A call may overwrite an operand when that is its last reader, no view of the operand is
+read later, and the memory is the program's own: made inside it, or donated by the caller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from pfx._torch import OpOverload
+from pfx.compiler.ir import Block, Compute, LoopInstr, Reshard, Value, is_view, last_uses
+
+
+def reuse_buffers(block: Block) -> None:
+    """Mark the calls of a block, and of its loops' bodies, that overwrite a dying operand."""
+    roots = _roots(block)
+    owned = block.donated | _made_here(block)
+    last_read = _last_reads(block, roots)
+    dead = last_uses(block.instrs, block.outputs)
+    for i, instr in enumerate(block.instrs):
+        if isinstance(instr, LoopInstr):
+            reuse_buffers(instr.body)
+        elif isinstance(instr, Compute) and out_variant(instr.target) is not None:
+            for k, value in enumerate(instr.ins):
+                root = roots[value.number]
+                dies = value.number in dead[i] and last_read[root] == i
+                others = [roots[v.number] for v in instr.ins if v is not value]
+                own = root == value.number and root in owned and root not in others
+                if dies and own and _fits(value, instr):
+                    block.instrs[i] = replace(instr, into=k)
+                    break
+
+
+def _roots(block: Block) -> dict[int, int]:
+    """For each value the one whose memory it shares: itself, unless it is a view."""
+    roots = {value.number: value.number for value in block.inputs}
+    for instr in block.instrs:
+        for k, out in enumerate(instr.outs):
+            if out is not None:
+                source = _viewed(instr, k)
+                roots[out.number] = out.number if source is None else roots[source.number]
+    return roots
+
+
+def _viewed(instr: Any, k: int) -> Value | None:
+    """The operand whose memory result `k` may share."""
+    if isinstance(instr, Compute):
+        return instr.ins[0] if instr.ins and is_view(instr.target) else None
+    if isinstance(instr, Reshard):
+        return instr.ins[k]  # a slice is a view, and a group of one moves nothing
+    return instr.ins[k] if k < instr.num_carry else None  # a carry may come back untouched
+
+
+def _made_here(block: Block) -> set[int]:
+    """Values whose memory a call allocated."""
+    return {
+        out.number
+        for instr in block.instrs
+        if isinstance(instr, Compute) and isinstance(instr.target, OpOverload)
+        for out in instr.outs
+        if out is not None and not is_view(instr.target)
+    }
+
+
+def _last_reads(block: Block, roots: dict[int, int]) -> dict[int, int]:
+    """The index of the last instruction that reads a value or a view of it; outputs count as last."""
+    found = dict.fromkeys(roots.values(), -1)
+    for i, instr in enumerate(block.instrs):
+        for value in instr.ins:
+            found[roots[value.number]] = i
+    for value in block.outputs:
+        found[roots[value.number]] = len(block.instrs)
+    return found
+
+
+def _fits(value: Value, instr: Compute) -> bool:
+    """Tell whether the result has the operand's form and is held by the same devices."""
+    (out,) = instr.outs
+    assert out is not None
+    same_form = value.shape == out.shape and value.dtype == out.dtype
+    return (
+        same_form
+        and value.layout.dims == out.layout.dims
+        and (set(value.layout.partial) == set(out.layout.partial))
+    )
+
+
+def out_variant(target: Any) -> Any | None:
+    """The ``out=`` form of an elementwise op, if it has one."""
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
+        return None
+    name = target._overloadname
+    names = ("out", "Tensor_out") if name in ("default", "Tensor", "self") else (f"{name}_out",)
+    for candidate in names:
+        found = getattr(target.overloadpacket, candidate, None)
+        if found is not None and _same_arguments(target, found):
+            return found
+    return None
+
+
+def _same_arguments(target: OpOverload, found: OpOverload) -> bool:
+    """Tell whether `found` takes the arguments of `target` and an ``out``."""
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
+    given = [(a.name, str(a.type)) for a in found._schema.arguments]
+    return given[-1][0] == "out" and given[:-1] == wanted
+
+
+def shared_outputs(block: Block) -> list[bool]:
+    """Which outputs share memory with a kept input or an earlier output, and must be copied."""
+    roots = _roots(block)
+    taken = {value.number for value in block.inputs} - block.donated
+    shared = []
+    for value in block.outputs:
+        root = roots[value.number]
+        shared.append(root in taken)
+        taken.add(root)
+    return shared

@@ -17,8 +17,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-SIZES = json.loads(sys.argv[1])
-L, E, H, M, V = (SIZES[k] for k in ("num_layers", "embed_dim", "num_heads", "mlp_dim", "vocab_size"))
+SIZES = json.loads(sys.argv[1])  # and the batch, the learning rate and the mesh
+L, E, H, M, V = (
+    SIZES[k] for k in ("num_layers", "embed_dim", "num_heads", "mlp_dim", "vocab_size")
+)
 BATCH, SEQ, LR = SIZES["batch"], SIZES["seq"], SIZES["lr"]
 MESH = Mesh(np.reshape(jax.devices(), (SIZES["dp"], SIZES["tp"])), ("dp", "tp"))
 
@@ -72,12 +74,10 @@ def block(x: jax.Array, w: Any) -> tuple[jax.Array, None]:
 
 def loss_fn(params: Any, tokens: jax.Array, labels: jax.Array) -> jax.Array:
     x = constrain(params["tok_embed"][tokens] + params["positions"], "dp")
-    if SIZES["scan"]:
-        x, _ = jax.lax.scan(block, x, params["blocks"])
-    else:
-        for i in range(L):
-            x, _ = block(x, jax.tree.map(lambda p: p[i], params["blocks"]))  # noqa: B023
-    logits = constrain(layer_norm(x, params["final_norm"]) @ params["tok_embed"].T, "dp", None, "tp")
+    x, _ = jax.lax.scan(block, x, params["blocks"])  # faster here than unrolled
+    logits = constrain(
+        layer_norm(x, params["final_norm"]) @ params["tok_embed"].T, "dp", None, "tp"
+    )
     label_logits = jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
     return (jax.nn.logsumexp(logits, -1) - label_logits).mean()
 

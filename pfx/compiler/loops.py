@@ -99,6 +99,7 @@ def _sink_results(node: torch.fx.Node) -> None:
         if not isinstance(call.target, Constraint) or (sliced := call.target.sliced()) is None:
             continue
         moved[i] = sliced  # type: ignore[index]
+        item.meta["role"] = call.meta.get("role", "")
         call.replace_all_uses_with(item)
     if not moved:
         return

@@ -35,18 +35,18 @@ RANDOM = frozenset(
 )
 VALUE_DEPENDENT = frozenset(
     """allclose argwhere bincount combinations corrcoef cov equal item linalg.lstsq masked_select
-    nn.functional.ctc_loss nn.functional.gaussian_nll_loss nonzero unique
+    nn.functional.ctc_loss nn.functional.gaussian_nll_loss nonzero tensor_split unique
     unique_consecutive""".split()
 )
 RESIZING = frozenset({"_batch_norm_with_update", "resize_", "resize_as_"})
-# What says nothing about a rule: uninitialized memory, sparse results, kernels that need CUDA, a
-# dtype without comparison, and two whose samples read out of bounds at other sizes.
+# What says nothing about a rule: uninitialized memory, sparse results, no tensors, kernels that need
+# CUDA, a dtype without comparison, and two whose samples read out of bounds at other sizes.
 LEFT_OUT = frozenset(
     """empty empty_like empty_permuted empty_strided new_empty new_empty_strided to_sparse sparse.mm
     sparse.sampled_addmm jiterator_2inputs_2outputs jiterator_4inputs_with_extra_args
     jiterator_binary jiterator_binary_return_by_ref jiterator_unary torch._scaled_mm
     torch._scaled_mm_v2 torch.ops.aten._efficient_attention_forward
-    torch.ops.aten._flash_attention_forward chalf _segment_reduce ormqr""".split()
+    torch.ops.aten._flash_attention_forward chalf _segment_reduce ormqr broadcast_shapes""".split()
 )
 
 
@@ -129,6 +129,8 @@ def cases(name: str, dtypes: Sequence[torch.dtype], limit: int) -> Iterator[Case
     """At most `limit` cases for every variant of an op and dtype, the same ones every time."""
     for op in operators()[name]:
         for dtype in dtypes:
+            if dtype not in op.dtypes and dtype is torch.float64:
+                dtype = torch.complex128
             if dtype in op.dtypes:
                 yield from _cases_of(op, dtype, limit)
 

@@ -25,7 +25,7 @@ from tests.golden.programs import mlp_step
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LAYERS, SEQ, EMBED = 3, 6, 16
-SIZES = {"num_layers": LAYERS, "embed_dim": EMBED, "max_seq_len": 8}
+SIZES = {"num_layers": LAYERS, "embed_dim": EMBED, "max_seq_len": SEQ}
 families = pytest.mark.parametrize("family", FAMILIES)
 batches = pytest.mark.parametrize("microbatches", [1, 4])
 

@@ -220,7 +220,7 @@ def joined(
     for key, members in groups.items():
         where = tuple(slice(*ends) for ends in key)
         total = (
-            combine(reduces.pop() if reduces else "sum")(members)
+            combine(reduce)(members)
             if len(members) > 1
             else members[0]
         )

@@ -74,6 +74,14 @@ def change_the_transpose(x: torch.Tensor) -> list[torch.Tensor]:
     return [y, y.T]
 
 
+def change_through_many_views(x: torch.Tensor) -> list[torch.Tensor]:
+    cube = torch.stack([x, x * 2])
+    cube.permute(2, 0, 1)[1:5:2].unflatten(0, (2, 1)).squeeze(1).unbind(1)[1].mul_(3)
+    cube.movedim(0, -1).reshape(3, 8, 2).split([1, 2])[1].narrow(1, 2, 3).transpose(0, 2).neg_()
+    cube.diagonal(1, 1, 2)[:, ::2] = 0
+    return [cube]
+
+
 def change_a_row_and_read_all(x: torch.Tensor) -> list[torch.Tensor]:
     x = x.clone()
     early, flat = x[1, 2:], x.view(-1)
@@ -173,9 +181,10 @@ def inside_transforms(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 PROGRAMS = [
-    assign_a_column, change_the_transpose, change_a_row_and_read_all, swap_rows, fill_a_buffer,
-    change_the_whole_and_read_views, write_to_out, mask_and_index, literal_changed, by_strides,
-    reshaped_in_place, complex_parts, running_statistics, inside_transforms,
+    assign_a_column, change_the_transpose, change_through_many_views, change_a_row_and_read_all,
+    change_the_whole_and_read_views, swap_rows, fill_a_buffer, write_to_out, mask_and_index,
+    literal_changed, by_strides, reshaped_in_place, complex_parts, running_statistics,
+    inside_transforms,
 ]  # fmt: skip
 
 

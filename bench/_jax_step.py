@@ -6,7 +6,6 @@ its steps and those of pfx can be timed in turns. The same key gives it the same
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 from typing import Any
@@ -104,7 +103,12 @@ def main() -> None:
     zeros = lambda: jax.tree.map(jnp.zeros_like, params)
     state = (params, zeros(), zeros(), jax.device_put(jnp.float32(0), whole))
     kept = (shardings, shardings, shardings, whole)
-    step = jax.jit(train_step, donate_argnums=0, in_shardings=(kept, rows, rows), out_shardings=(kept, whole))  # fmt: skip
+    step = jax.jit(
+        train_step,
+        donate_argnums=0,
+        in_shardings=(kept, rows, rows),
+        out_shardings=(kept, whole),
+    )
     for _ in sys.stdin:
         state, loss = step(state, tokens, labels)
         jax.block_until_ready(state)

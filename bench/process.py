@@ -34,7 +34,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 import pfx
 from models import gpt
 
-CONFIG = gpt.Config(num_layers=12, embed_dim=384, num_heads=6, mlp_dim=1536, vocab_size=1024, max_seq_len=128)  # fmt: skip
+CONFIG = gpt.Config(
+    num_layers=12, embed_dim=384, num_heads=6, mlp_dim=1536, vocab_size=1024, max_seq_len=128
+)
 BATCH, SEQ, LR, CLIP = 8, 128, 1e-3, 1.0
 PROCESSES = 2
 WARMUP = 2
@@ -51,8 +53,12 @@ def batch(rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
 def pfx_step(params: gpt.Params, **plan: Any) -> Step:
     optimizer = pfx.optim.chain(pfx.optim.clip_by_global_norm(CLIP), pfx.optim.adamw(LR))
     train = pfx.make_train_step(
-        gpt.loss_fn(CONFIG), optimizer, pfx.Plan(**plan), init=lambda key: gpt.init(CONFIG, key), axes=gpt.axes(CONFIG)
-    )  # fmt: skip
+        gpt.loss_fn(CONFIG),
+        optimizer,
+        pfx.Plan(**plan),
+        init=lambda key: gpt.init(CONFIG, key),
+        axes=gpt.axes(CONFIG),
+    )
     state = [train.state_of(params, pfx.random.key(1))]
     tokens, labels = batch()
 

@@ -30,7 +30,8 @@ CONFIG = gpt.Config(
     num_layers=4, embed_dim=256, num_heads=8, mlp_dim=1024, vocab_size=1024, max_seq_len=128
 )
 BATCH, SEQ, LR, WARMUP = 8, 128, 1e-3, 2
-EAGER, SIMULATED, JAX = "eager torch, one device", "pfx, dp=2 tp=4 simulated", "jax, dp=2 tp=4 on 8 host devices"  # fmt: skip
+EAGER, SIMULATED = "eager torch, one device", "pfx, dp=2 tp=4 simulated"
+JAX = "jax, dp=2 tp=4 on 8 host devices"
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -56,7 +57,8 @@ def pfx_step(**plan: object) -> Callable[[], float]:
 
 def eager_step() -> Callable[[], float]:
     """Plain torch: autograd, `clip_grad_norm_`, the fused AdamW, the same architecture."""
-    params = pfx.tree.map(lambda p: p.clone().requires_grad_(), gpt.init(CONFIG, pfx.random.key(0)))
+    key = pfx.random.split(pfx.random.key(0))[0]  # as `TrainStep.init` does
+    params = pfx.tree.map(lambda p: p.clone().requires_grad_(), gpt.init(CONFIG, key))
     leaves = pfx.tree.leaves(params)
     optimizer = torch.optim.AdamW(leaves, lr=LR, weight_decay=1e-2, fused=True)
     data = batch()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,7 +21,11 @@ from torch._decomp import get_decompositions as _get_decompositions
 from torch._functorch import eager_transforms, pyfunctorch
 from torch._functorch import vmap as functorch_vmap
 from torch._ops import OpOverload as OpOverload
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.autograd.grad_mode import _force_original_view_tracking as _replay_views
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
@@ -34,7 +37,10 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from pfx.errors import user_line
+
 DataDependentError = DataDependentOutputException
+DynamicShapeError = DynamicOutputShapeException
 
 
 @dataclass(frozen=True)
@@ -81,25 +87,6 @@ def base_tensor(tensor: torch.Tensor) -> torch.Tensor:
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
-
-
-def _own_frame(filename: str) -> bool:
-    return "/torch/" in filename or "/pfx/" in filename or filename.startswith("<")
-
-
-def user_source() -> str:
-    """Return ``file.py:line`` of the innermost frame that is neither torch's nor pfx's."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not _own_frame(name):
-            folder, _, file = name.rpartition("/")
-            folder = folder.rpartition("/")[2]
-            # A notebook's cell is a file named after the process and a hash.
-            place = "cell" if folder.startswith("ipykernel_") else f"{folder}/{file}"
-            return f"{place}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 class _Lift(TorchFunctionMode):
@@ -156,7 +143,7 @@ class _Lift(TorchFunctionMode):
         node = self.tracer.graph._root._prev
         if node is last:
             return
-        source = user_source() if self.source is None else self.source
+        source = user_line() if self.source is None else self.source
         while node is not last:
             node.meta.setdefault("source", source)
             node.meta.setdefault("late", self.late)
@@ -317,6 +304,11 @@ def _lift_literals(module: torch.fx.GraphModule) -> list[torch.Tensor]:
 def is_tracing() -> bool:
     """Tell whether a `trace` is running."""
     return _INNERMOST.get() is not None
+
+
+def is_transforming() -> bool:
+    """Tell whether a `trace` or a transform of torch.func is running."""
+    return is_tracing() or _functorch.maybe_current_level() is not None
 
 
 def adopt(value: Any) -> Any:

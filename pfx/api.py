@@ -3,55 +3,38 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from pfx import tree
-from pfx._torch import DataDependentError, TensorMeta
+from pfx import _torch, tree
+from pfx._torch import TensorMeta
 from pfx.array import Array
+from pfx.array import ShapeDtype as ShapeDtype
+from pfx.compiler.functional import ReadsValues, reads_values
 from pfx.compiler.lower import Lowered, lower
 from pfx.compiler.program import Program
 from pfx.compiler.reuse import shared_outputs
-from pfx.errors import ShardingError, TraceError, TreeError, message
+from pfx.compiler.signature import (
+    arg_name,
+    as_tensor,
+    check_call,
+    check_data,
+    check_inlined,
+    check_jit,
+    check_named,
+    meta_of,
+    name_of,
+)
+from pfx.errors import ShardingError, message
 from pfx.lax.body import trace_body
+from pfx.lax.constrain import constrain
 from pfx.mesh import Mesh
 from pfx.runtime import runtime_of
-from pfx.spec import Layout, P, layout_of, replicated
-
-
-@dataclass(frozen=True)
-class ShapeDtype:
-    """The form of a tensor without its data, for `lower` and for tracing from shapes alone."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def ndim(self) -> int:
-        """The number of dims."""
-        return len(self.shape)
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, P)
-
-
-def _spec_leaves(specs: Any, value: Any, where: str) -> list[Any]:
-    try:
-        return tree.broadcast_prefix(specs, value, is_leaf=_is_spec)
-    except TreeError as error:
-        raise ShardingError(
-            message(
-                where,
-                "a spec tree does not match its value.",
-                str(error),
-                fix="give one spec per leaf, or one spec for a whole subtree",
-            )
-        ) from None
+from pfx.runtime.resharding import resharded
+from pfx.spec import Layout, layout_of, replicated, spec_leaves
 
 
 def device_put(value: Any, mesh: Mesh, specs: Any = None) -> Any:
@@ -74,46 +57,21 @@ def device_put(value: Any, mesh: Mesh, specs: Any = None) -> Any:
     Array(f32[6/dp] on dp=2)
     """
     pairs, treedef = tree.flatten_with_path(value)
-    specs = _spec_leaves(specs, value, "device_put:")
+    specs = spec_leaves(specs, value, "device_put: specs", "value")
     runtime = runtime_of(mesh)
     out = []
     for (path, leaf), spec in zip(pairs, specs, strict=True):
         where = f"device_put: value{tree.path_string(path)}"
         if isinstance(leaf, Array):
             layout = layout_of(leaf.spec if spec is None else spec, leaf.shape, mesh, where)
-            out.append(_resharded(leaf, layout))
+            out.append(resharded(leaf, layout))
             continue
-        leaf = torch.as_tensor(leaf)
+        leaf = as_tensor(leaf, where)
         layout = layout_of(spec, leaf.shape, mesh, where)
         parts = runtime.split(leaf, layout)
         parts = _own(parts, any(part.data_ptr() == leaf.data_ptr() for part in parts))
         out.append(Array(tuple(leaf.shape), leaf.dtype, mesh, layout, parts, runtime.coordinate))
     return tree.unflatten(treedef, out)
-
-
-def _resharded(array: Array, layout: Layout) -> Array:
-    if array.layout == layout:
-        return array
-    move = _mover(array.shape, array.dtype, array.mesh, array.layout, layout)
-    return move(array)
-
-
-@functools.lru_cache(maxsize=1024)
-def _mover(
-    shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh, source: Layout, target: Layout
-) -> Callable[[Array], Array]:
-    """A program of moves only, from one layout to another."""
-    lowered = lower(
-        lambda x: [x], [TensorMeta(shape, dtype, mesh.device)], [source], lambda _: [target], mesh
-    )
-    runtime = runtime_of(mesh)
-    run = runtime.prepare(lowered.program, check=False, deterministic=False)
-
-    def move(array: Array) -> Array:
-        (parts,) = run([list(array.parts)])
-        return Array(shape, dtype, mesh, target, tuple(parts), runtime.coordinate)
-
-    return move
 
 
 def device_get(value: Any) -> Any:
@@ -170,14 +128,19 @@ class Jitted:
     @property
     def name(self) -> str:
         """How errors call this function."""
-        return f"jit({getattr(self.fn, '__name__', 'fn')})"
+        return f"jit({name_of(self.fn)})"
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        check_named(named, self.name)
+        if _torch.is_transforming():
+            return self._inlined(args)
         compiled = self._compiled(args)
         runtime = runtime_of(self.mesh)
         if compiled.run is None:
             raise AssertionError("an abstract mesh has no runtime")
         leaves = tree.leaves(args)
+        for leaf, name in zip(leaves, compiled.program.names, strict=False):
+            check_data(leaf, f"{self.name}: {name}")
         ready = [
             self._parts(leaf, layout, donated)
             for leaf, layout, donated in zip(
@@ -204,25 +167,44 @@ class Jitted:
         """Compile for arguments of this form (tensors, Arrays or `ShapeDtype`) and return the program."""
         return self._compiled(args).program
 
+    def _inlined(self, args: tuple[Any, ...]) -> Any:
+        """Inside a transform or another trace: the plain function, its specs as constraints."""
+        check_call(args, self.in_specs, self.donate, self.name)
+        pairs, treedef = tree.flatten_with_path(args)
+        given = [
+            self._placed(leaf, spec, self._arg_name(path))
+            for (path, leaf), spec in zip(pairs, self._in_spec_leaves(args), strict=True)
+        ]
+        result = self.fn(*tree.unflatten(treedef, given))
+        pairs, treedef = tree.flatten_with_path(result)
+        outs = [
+            self._placed(leaf, spec, self._out_name(path))
+            for (path, leaf), spec in zip(pairs, self._out_spec_leaves(result), strict=True)
+        ]
+        return tree.unflatten(treedef, outs)
+
+    def _placed(self, leaf: Any, spec: Any, where: str) -> Any:
+        """A value as a tensor, constrained to its spec."""
+        check_inlined(leaf, where)
+        leaf = as_tensor(leaf, where)
+        if spec is None:
+            return leaf
+        layout_of(spec, leaf.shape, self.mesh, where)
+        return constrain(leaf, spec)
+
     def _parts(self, leaf: Any, layout: Layout, donated: bool) -> list[torch.Tensor]:  # noqa: FBT001
         if isinstance(leaf, Array):
-            array = _resharded(leaf, layout)
-            if not array.parts:
-                raise ShardingError(
-                    message(
-                        f"{self.name}:",
-                        "an argument was donated to an earlier call.",
-                        fix="use the value that call returned, or drop it from donate",
-                    )
-                )
-            return list(array.parts)
+            return list(resharded(leaf, layout).parts)
         leaf = torch.as_tensor(leaf)
         # A donated tensor stays the caller's: only an Array can be given away.
         return list(runtime_of(self.mesh).split(leaf.clone() if donated else leaf, layout))
 
     def _compiled(self, args: tuple[Any, ...]) -> _Compiled:
         pairs, treedef = tree.flatten_with_path(args)
-        metas = [_meta(leaf, self.mesh.device) for _, leaf in pairs]
+        metas = [
+            meta_of(leaf, self.mesh, functools.partial(self._arg_name, path))
+            for path, leaf in pairs
+        ]
         own = [leaf.layout if isinstance(leaf, Array) else None for _, leaf in pairs]
         key = (treedef, tuple((m.shape, m.dtype) for m in metas), tuple(own))
         if key not in self.cache:
@@ -237,8 +219,9 @@ class Jitted:
         metas: Sequence[TensorMeta],
         own: Sequence[Layout | None],
     ) -> _Compiled:
-        names = [self._arg_name(path) for path, _ in pairs]
-        specs = _spec_leaves(self._in_specs(args), args, f"{self.name}: in_specs")
+        check_call(args, self.in_specs, self.donate, self.name)
+        names = [arg_name(self.fn, path) for path, _ in pairs]
+        specs = self._in_spec_leaves(args)
         layouts = []
         for name, spec, meta, held in zip(names, specs, metas, own, strict=True):
             if spec is None and held is not None:
@@ -252,22 +235,19 @@ class Jitted:
             result = self.fn(*tree.unflatten(treedef, values))
             out_pairs, out_def = tree.flatten_with_path(result)
             out_defs[:], out_paths[:] = [out_def], [[path for path, _ in out_pairs]]
-            return [torch.as_tensor(leaf) for _, leaf in out_pairs]
+            return [as_tensor(leaf, self._out_name(path)) for path, leaf in out_pairs]
 
         def out_layouts(values: Sequence[torch.Tensor]) -> list[Layout | None]:
-            where = f"{self.name}: out_specs"
-            wanted = _spec_leaves(self.out_specs, tree.unflatten(out_defs[0], values), where)
+            wanted = self._out_spec_leaves(tree.unflatten(out_defs[0], values))
             return [
                 None
                 if spec is None
-                else layout_of(
-                    spec, value.shape, self.mesh, f"{self.name}: output{tree.path_string(path)}"
-                )
+                else layout_of(spec, value.shape, self.mesh, self._out_name(path))
                 for spec, value, path in zip(wanted, values, out_paths[0], strict=True)
             ]
 
         donated = [int(path[0][1:-1]) in self.donate for path, _ in pairs]
-        lowered = self._lower(flat, metas, layouts, out_layouts, donated)
+        lowered = self._lower(flat, metas, layouts, out_layouts, donated, names)
         program = lowered.program
         program.names = names + [f"captured {i}" for i in range(len(lowered.captured))]
         if self.options.get("strict") and program.report:
@@ -285,7 +265,13 @@ class Jitted:
         return _Compiled(lowered, run, tuple(layouts), out_defs[0], tuple(donated), shared)
 
     def _lower(
-        self, flat: Any, metas: Any, layouts: Any, out_layouts: Any, donated: list[bool]
+        self,
+        flat: Any,
+        metas: Any,
+        layouts: Any,
+        out_layouts: Any,
+        donated: list[bool],
+        arg_names: list[str],
     ) -> Lowered:
         options = {k: self.options[k] for k in ("names", "rules") if k in self.options}
         try:
@@ -297,52 +283,30 @@ class Jitted:
                 self.mesh,
                 where=self.name,
                 donated=donated,
+                arg_names=arg_names,
                 **options,
             )
-        except DataDependentError as error:
-            raise TraceError(_branch_message(self.name, error)) from error
+        except ReadsValues as error:
+            raise reads_values(error, self.name) from error
 
-    def _in_specs(self, args: tuple[Any, ...]) -> Any:
-        specs = self.in_specs
-        if isinstance(specs, P) or specs is None:
-            return specs
-        return tuple(specs) if isinstance(specs, list) else specs
+    def _in_spec_leaves(self, args: tuple[Any, ...]) -> list[Any]:
+        specs = tuple(self.in_specs) if isinstance(self.in_specs, list) else self.in_specs
+        root = functools.partial(arg_name, self.fn)
+        return spec_leaves(specs, args, f"{self.name}: in_specs", root)
+
+    def _out_spec_leaves(self, result: Any) -> list[Any]:
+        return spec_leaves(self.out_specs, result, f"{self.name}: out_specs", "output")
 
     def _arg_name(self, path: tree.Path) -> str:
-        index = int(path[0][1:-1])
-        try:
-            parameters = list(inspect.signature(self.fn).parameters)
-        except (TypeError, ValueError):
-            parameters = []
-        root = parameters[index] if index < len(parameters) else f"argument {index}"
-        return tree.path_string(path[1:], root)
+        return f"{self.name}: {arg_name(self.fn, path)}"
+
+    def _out_name(self, path: tree.Path) -> str:
+        return f"{self.name}: output{tree.path_string(path)}"
 
 
 def _own(parts: Sequence[torch.Tensor], shared: bool) -> tuple[torch.Tensor, ...]:  # noqa: FBT001
     """The parts of a result, copied if their memory is also an argument's or another result's."""
     return tuple(part.clone() for part in parts) if shared else tuple(parts)
-
-
-def _branch_message(name: str, error: Exception) -> str:
-    frames = []
-    trace = error.__traceback__
-    while trace is not None:
-        filename = trace.tb_frame.f_code.co_filename
-        if "/torch/" not in filename and "/pfx/" not in filename and not filename.startswith("<"):
-            frames.append(f"{filename.rsplit('/', 1)[-1]}:{trace.tb_lineno}")
-        trace = trace.tb_next
-    where = f" at {frames[-1]}" if frames else ""
-    return message(
-        f"{name}{where}:",
-        "Python needs the value of a traced tensor (an `if`, `while`, `int()`, `float()` or `.item()`).",
-        "a step is traced once, from shapes alone; its values are not known then.",
-        fix="torch.where(condition, a, b) for a choice; pfx.scan for a loop",
-    )
-
-
-def _meta(leaf: Any, device: str = "cpu") -> TensorMeta:
-    leaf = leaf if isinstance(leaf, (Array, ShapeDtype)) else torch.as_tensor(leaf)
-    return TensorMeta(tuple(leaf.shape), leaf.dtype, device)
 
 
 def jit(
@@ -390,6 +354,7 @@ def jit(
     >>> [c.op for c in f.lower(torch.ones(2, 4), torch.ones(4, 3)).collectives()]
     ['all_reduce']
     """
+    check_jit(fn, mesh, donate)
     options = {"strict": strict, "check": check, "deterministic": deterministic,
                "names": names, "rules": rules}  # fmt: skip
     return Jitted(fn, mesh, in_specs, out_specs, donate, options)
@@ -409,6 +374,8 @@ def eval_shape(fn: Callable[..., Any], *args: Any) -> Any:
         out_defs[:] = [out_def]
         return [torch.as_tensor(out) for out in outs]
 
-    metas = [_meta(leaf) for leaf in leaves]
+    metas = [
+        TensorMeta.of(leaf if hasattr(leaf, "dtype") else torch.as_tensor(leaf)) for leaf in leaves
+    ]
     outs = trace_body(flat, metas)[0].out_metas
     return tree.unflatten(out_defs[0], [ShapeDtype(m.shape, m.dtype) for m in outs])

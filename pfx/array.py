@@ -8,8 +8,22 @@ from typing import Any
 
 import torch
 
+from pfx.errors import MeshError, TraceError, message, user_line
 from pfx.mesh import Mesh
 from pfx.spec import Layout, P, distinct_coordinates, local_bytes, local_shape, local_slices
+
+
+@dataclass(frozen=True)
+class ShapeDtype:
+    """The form of a tensor without its data, for `lower` and for tracing from shapes alone."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
 
 
 @dataclass(frozen=True)
@@ -66,8 +80,6 @@ class Array:
     def full_tensor(self) -> torch.Tensor:
         """Return the global tensor; on a process mesh use `pfx.device_get`, which communicates."""
         if self.coordinate is not None and self.mesh.count(self.layout.axes) > 1:
-            from pfx.errors import MeshError, message
-
             raise MeshError(
                 message(
                     "Array.full_tensor:",
@@ -77,15 +89,40 @@ class Array:
             )
         return assemble(self.shape, self.dtype, self.layout, self.mesh, self.parts)
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _only_holds(getattr(func, "__name__", str(func)))
+
+    def _operate(self, *_: Any) -> Any:
+        raise _only_holds("an operator")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = __rmatmul__ = (
+        _operate
+    )
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = __getitem__ = _operate
+
     def __repr__(self) -> str:
         return f"Array({self.layout.text(self.shape, self.dtype)} on {self.mesh})"
 
     def __float__(self) -> float:
         return float(self.full_tensor())
 
+    def __bool__(self) -> bool:
+        return bool(self.full_tensor())
+
     def item(self) -> Any:
         """The Python number of an array with one element."""
         return self.full_tensor().item()
+
+
+def _only_holds(what: str) -> TraceError:
+    return TraceError(
+        message(
+            f"{what} at {user_line()}:",
+            "an Array holds its parts; what computes with it is a jit-ted function.",
+            fix="pass it to that function as an argument, or pfx.device_get(x) first",
+        )
+    )
 
 
 def assemble(
@@ -97,7 +134,7 @@ def assemble(
 ) -> torch.Tensor:
     """Put the distinct parts of a value (row-major over its axes) together again."""
     if len(parts) == 1:
-        return parts[0]
+        return parts[0].clone()  # the array's own memory may be donated, and overwritten, later
     out = torch.empty(shape, dtype=dtype, device=parts[0].device)
     for place, part in zip(distinct_coordinates(layout, mesh), parts, strict=True):
         assert part.shape == local_shape(shape, layout, mesh)

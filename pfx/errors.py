@@ -11,6 +11,12 @@ cannot be done (the arithmetic) and, last, a line to paste::
 
 from __future__ import annotations
 
+import os.path
+import sys
+import traceback
+
+import torch
+
 
 class PfxError(Exception):
     """Base of every error that pfx raises on purpose."""
@@ -48,3 +54,38 @@ def message(where: str, what: str, *details: str, fix: str = "") -> str:
     if fix:
         lines.append(f"  fix: {fix}")
     return "\n".join(lines)
+
+
+# Whose frames are no user's: this package's, torch's, and code made on the fly.
+_OWN = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep, "<")
+
+
+def _line(filename: str, number: int | None) -> str:
+    folder, file = os.path.split(filename)
+    folder = os.path.basename(folder)
+    # A notebook's cell is a file named after the process and a hash.
+    place = "cell" if folder.startswith("ipykernel_") else f"{folder}/{file}"
+    return f"{place}:{number}"
+
+
+def user_line() -> str:
+    """Return ``folder/file.py:line`` of the innermost running frame that is the user's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_OWN):
+            return _line(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return ""
+
+
+def raised_line(error: BaseException) -> str:
+    """Return ``folder/file.py:line`` of the innermost frame of the user's that an error left."""
+    frames = reversed(list(traceback.walk_tb(error.__traceback__)))
+    return next(
+        (
+            _line(frame.f_code.co_filename, number)
+            for frame, number in frames
+            if not frame.f_code.co_filename.startswith(_OWN)
+        ),
+        "",
+    )

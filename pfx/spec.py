@@ -8,13 +8,15 @@ part is here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from pfx.errors import ShardingError, message
+from pfx import tree
+from pfx.errors import ShardingError, TreeError, message
 from pfx.mesh import Coordinate, Mesh
 
 Axes = tuple[str, ...]
@@ -34,8 +36,8 @@ class P(tuple):
 
     def __new__(cls, *entries: str | Sequence[str] | None) -> P:
         for entry in entries:
-            names = (entry,) if isinstance(entry, str) or entry is None else tuple(entry)
-            if not all(name is None or isinstance(name, str) for name in names):
+            axes = entry if type(entry) in (tuple, list) else (entry,)
+            if entry is not None and not all(isinstance(axis, str) for axis in axes or ()):
                 raise ShardingError(
                     message(
                         "P:", f"{entry!r} is not an axis name.", fix='P("dp", None, ("tp", "cp"))'
@@ -125,6 +127,36 @@ def dtype_name(dtype: torch.dtype) -> str:
     return "i" + name.removeprefix("int") if name.startswith("int") else name
 
 
+def spec_leaves(
+    specs: Any, value: Any, where: str, root: Callable[[tree.Path], str] | str = ""
+) -> list[Any]:
+    """Repeat each spec for every leaf of the part of `value` that it is given for.
+
+    Args:
+        where: what errors say comes first, e.g. ``jit(step): in_specs``.
+        root: what errors call `value`, or what names the first step of a path into it.
+
+    Raises:
+        ShardingError: when the trees differ, with the key path.
+    """
+    try:
+        return tree.broadcast_prefix(specs, value, is_leaf=lambda node: isinstance(node, P))
+    except TreeError as error:
+        text = str(error)
+        if callable(root):
+            text = re.sub(r"^\[\d+\]", lambda found: root((found.group(),)), text)
+        else:
+            text = root + text.removeprefix("the tree")
+        raise ShardingError(
+            message(
+                where,
+                "do not match the tree that they are for.",
+                text,
+                fix="give one P per leaf, or one P for a whole subtree",
+            )
+        ) from None
+
+
 def layout_of(spec: Any, shape: Sequence[int], mesh: Mesh, where: str = "") -> Layout:
     """Make a spec exact for a shape on a mesh.
 
@@ -138,9 +170,10 @@ def layout_of(spec: Any, shape: Sequence[int], mesh: Mesh, where: str = "") -> L
     """
     spec = P() if spec is None else spec
     if not isinstance(spec, P):
-        raise ShardingError(
-            message(where, f"has {spec!r} where a spec belongs.", fix=f"write P({spec!r})")
-        )
+        entries = spec if isinstance(spec, (tuple, list)) else (spec,)
+        axes = all(isinstance(entry, str) for entry in entries)
+        fix = f"write {P(*entries)}" if axes else f"write a P, such as {P(*mesh.axis_names[:1])}"
+        raise ShardingError(message(where, f"has {spec!r} where a spec belongs.", fix=fix))
     if len(spec) > len(shape):
         raise ShardingError(
             message(

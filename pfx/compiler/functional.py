@@ -1,4 +1,4 @@
-"""Refuse what cannot be part of a pure step: torch's global random number generator."""
+"""Refuse what cannot be part of a pure step: global random numbers, and Python that reads values."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from pfx._torch import OpOverload
-from pfx.errors import TraceError, message
+from pfx._torch import DataDependentError, DynamicShapeError, OpOverload
+from pfx.errors import TraceError, message, raised_line
 from pfx.lax.scan import Loop
 
 aten = torch.ops.aten
@@ -50,3 +50,25 @@ def _drops_nothing(node: torch.fx.Node) -> bool:
             value = node.args[i] if len(node.args) > i else node.kwargs.get("dropout_p", 0.0)
             return bool(value == 0.0)
     return False
+
+
+ReadsValues = (DataDependentError, DynamicShapeError)
+
+
+def reads_values(error: Exception, where: str) -> TraceError:
+    """The error for Python that needed the values, not only the shapes, of a traced tensor."""
+    line = raised_line(error)
+    if isinstance(error, DynamicShapeError):
+        what = f"makes a tensor whose size depends on values ({error})."
+        fix = "torch.where(mask, x, 0) in the place of x[mask]; a fixed size and a mask elsewhere"
+    else:
+        what = "needs the value of a traced tensor (if, while, int(), float() or .item())."
+        fix = "torch.where(condition, a, b) for a choice; pfx.scan for a loop"
+    return TraceError(
+        message(
+            f"{where}: Python at {line}" if line else f"{where}: Python",
+            what,
+            "a step is traced once, from shapes alone; its values are not known then.",
+            fix=fix,
+        )
+    )

@@ -105,7 +105,9 @@ class _Emitter:
         ]
         local = Local(node, rule, decision.assignment, self.mesh)
         call = rule.localize(local) if rule.localize else Call(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
-        values = dict(zip(operand_nodes(node), ready, strict=True))
+        values: dict[Node, list[Value]] = {}
+        for n, value in zip(operand_nodes(node), ready, strict=True):
+            values.setdefault(n, []).append(value)
         args = _substitute(call.args, values)
         kwargs = _substitute(dict(call.kwargs), values)
         fakes = result_values(node)
@@ -221,9 +223,10 @@ class _Constant:
         return self.tensor
 
 
-def _substitute(arg: Any, values: dict[Node, Value]) -> Any:
+def _substitute(arg: Any, values: dict[Node, list[Value]]) -> Any:
+    """Put values for nodes; one that is an operand twice (x @ x) may be needed in two layouts."""
     if isinstance(arg, Node):
-        return values[arg]
+        return values[arg].pop(0) if len(values[arg]) > 1 else values[arg][0]
     if isinstance(arg, (list, tuple)):
         return type(arg)(_substitute(item, values) for item in arg)
     if isinstance(arg, dict):

@@ -409,7 +409,9 @@ class _Sweeps:
         carries = list(have[:c])
         nothing: list[Layout | None] = [None] * len(y_wishes)
         for attempt in range(5):
-            carry_wishes: list[Wish] = [None if k.free else k.dims for k in carries]
+            carry_wishes: list[Wish] = [
+                wish if k.free else k.dims for k, wish in zip(carries, wishes[:c], strict=True)
+            ]
             body = propagate(
                 graph, [*carries, *xs, *consts], [*carry_wishes, *y_wishes],
                 [*([None] * c), *nothing], self.context, c,
@@ -473,8 +475,8 @@ class _Sweeps:
         assignment = self.choose(node, rule, have, wishes, wish_first=True).assignment
         open_factors = self.open_factors(rule, wishes)
         return [
-            (n, _opinion(rule, dims, assignment, open_factors))
-            for n, dims in zip(operand_nodes(node), rule.operands, strict=True)
+            (n, _opinion(rule, dims, assignment, open_factors, now))
+            for n, dims, now in zip(operand_nodes(node), rule.operands, have, strict=True)
         ]
 
     def open_factors(self, rule: Rule, wishes: Sequence[Wish]) -> set[str]:
@@ -492,13 +494,16 @@ class _Sweeps:
 
 
 def _opinion(
-    rule: Rule, dims: Dims, assignment: Assignment, open_factors: set[str]
+    rule: Rule, dims: Dims, assignment: Assignment, open_factors: set[str], now: Layout
 ) -> tuple[Axes | None, ...]:
-    """What an assignment says of each dim: its axes, whole, or nothing where the dim is open."""
+    """What an assignment says of each dim: its axes, whole, or nothing.
+
+    Of an open dim it says nothing unless it would be elsewhere than now: beside another operand.
+    """
     layout = rule.layout(dims, assignment)
     return tuple(
-        axes if axes or not dim or not set(dim) <= open_factors else None
-        for dim, axes in zip(dims, layout.dims, strict=True)
+        None if dim and set(dim) <= open_factors and axes in ((), here) else axes
+        for dim, axes, here in zip(dims, layout.dims, now.dims, strict=True)
     )
 
 

@@ -9,8 +9,8 @@ import torch
 
 from pfx import _torch, tree
 from pfx._torch import TensorMeta
-from pfx.errors import ShardingError, message
-from pfx.spec import P
+from pfx.errors import ShardingError, message, user_line
+from pfx.spec import P, spec_leaves
 
 Spec = P | str
 
@@ -96,12 +96,10 @@ def constrain(x: Any, spec: Any, *, grad_spec: Any = None) -> Any:
     >>> constrain(torch.ones(2, 3), P("dp")).shape
     torch.Size([2, 3])
     """
-    is_spec = lambda node: isinstance(node, (P, str))
     leaves, treedef = tree.flatten(x)
-    specs = tree.broadcast_prefix(spec, x, is_leaf=is_spec)
-    grads = [None] * len(leaves)
-    if grad_spec is not None:
-        grads = tree.broadcast_prefix(grad_spec, x, is_leaf=is_spec)
+    where = f"constrain at {user_line()}:"
+    specs = spec_leaves(spec, x, f"{where} the specs", "x")
+    grads = spec_leaves(grad_spec, x, f"{where} the grad specs", "x")
     out = []
     for leaf, one, grad in zip(leaves, specs, grads, strict=True):
         _check_rank(leaf, one)

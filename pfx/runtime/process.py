@@ -81,7 +81,7 @@ class ProcessRuntime:
     ) -> torch.Tensor:
         """The global tensor; every rank calls it and gets it."""
         if self.mesh.count(layout.axes) == 1:
-            return parts[0]
+            return parts[0].clone()  # the array's own memory may be donated, and overwritten, later
         ((whole,),) = _gathering(self.mesh, tuple(shape), dtype, layout, self.wanted)([[*parts]])
         return whole
 

@@ -247,14 +247,18 @@ def trace(fn: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> Traced:
         token = _INNERMOST.set(lift)
         try:
             with lift, _adopting_transforms():
-                return [lift.adopt(out) for out in fn(*args)]
+                return [lift.adopt(out) for out in fn(*args[: len(inputs)])]
         finally:
             _INNERMOST.reset(token)
 
     # Views are replayed, or the gradient of a change in place would look at memory by strides.
     with _bare(), torch.autograd.set_multithreading_enabled(False), _replay_views(True):
         fakes = [fake_tensor(TensorMeta.of(value), mode) for value in inputs]
-        module = make_fx(run, tracing_mode="fake")(*fakes)
+        # Without an input make_fx would make up a fake mode of its own.
+        unread = [] if fakes else [fake_tensor(TensorMeta((), torch.bool), mode)]
+        module = make_fx(run, tracing_mode="fake")(*fakes, *unread)
+    if unread:
+        module.graph.erase_node(next(iter(module.graph.nodes)))
     captured = _hoist_captured(module.graph, len(fakes), lifts[0].captured)
     captured += _lift_literals(module)
     module.recompile()

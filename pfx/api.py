@@ -52,7 +52,7 @@ def device_put(value: Any, mesh: Mesh, specs: Any = None) -> Any:
     Raises:
         ShardingError: when a spec does not fit its leaf, naming the key path.
 
-    >>> from pfx.mesh import make_mesh
+    >>> from pfx import P, make_mesh
     >>> device_put(torch.arange(6.), make_mesh(dp=2), P("dp"))
     Array(f32[6/dp] on dp=2)
     """
@@ -77,7 +77,7 @@ def device_put(value: Any, mesh: Mesh, specs: Any = None) -> Any:
 def device_get(value: Any) -> Any:
     """Return the global torch tensors of a pytree of Arrays; on a process mesh, on every rank.
 
-    >>> from pfx.mesh import make_mesh
+    >>> from pfx import P, make_mesh
     >>> device_get(device_put(torch.arange(4.), make_mesh(dp=2), P("dp")))
     tensor([0., 1., 2., 3.])
     """
@@ -346,7 +346,7 @@ def jit(
         ShardingError: for a spec that does not fit, with the key path, the arithmetic and a fix.
         TraceError: for Python that needs values, global random numbers, or in-place changes.
 
-    >>> from pfx.mesh import make_mesh
+    >>> from pfx import P, make_mesh
     >>> f = jit(lambda a, b: a @ b, mesh=make_mesh(x=2), in_specs=(P(None, "x"), P("x")))
     >>> y = f(torch.ones(2, 4), torch.ones(4, 3))
     >>> y

@@ -217,7 +217,7 @@ class TrainStep:
         """The step itself, a pure function for one device; what `step` compiles."""
         key = random.fold_in(state.key, state.step)
         grads, loss_sum, weight, metrics = self._accumulate(state.params, batch, key)
-        scale = torch.where(weight > 0, 1 / torch.where(weight > 0, weight, 1), 0)
+        scale = torch.where(weight > 0, 1 / torch.where(weight > 0, weight, 1).double(), 0)
         grads = label(tree.map(lambda g: g * scale.to(g.dtype), grads), "gradients")
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optim.apply_updates(state.params, updates)

@@ -32,9 +32,10 @@ def _check_random(node: torch.fx.Node, where: str) -> None:
     target: Any = node.target
     if torch.Tag.nondeterministic_seeded not in target.tags or _drops_nothing(node):
         return
+    name = str(target.overloadpacket).removesuffix("_functional")  # how torch writes a pure normal_
     raise TraceError(
         message(
-            f"{where}: {target.overloadpacket} {_line(node)}".rstrip(),
+            f"{where}: {name} {_line(node)}".rstrip(),
             "draws from torch's global random number generator.",
             "a step must be a pure function: equal keys, equal numbers, on any mesh.",
             fix="pfx.random.normal(key, shape), uniform, bernoulli, … with a key you pass in",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from pfx.compiler.choose import Choice
 from pfx.compiler.ir import Compute, Instr, LoopInstr, Reshard, Value, values_in
 from pfx.compiler.loops import outputs_of, placeholders
 from pfx.compiler.program import Program
@@ -96,7 +97,7 @@ class _Emitter:
             return
         self.call(node, rule, decision)
 
-    def call(self, node: Node, rule: Rule, decision: Decision) -> None:
+    def call(self, node: Node, rule: Rule, decision: Choice) -> None:
         """Emit one local call."""
         reason = _reason(node)
         ready = [
@@ -137,10 +138,10 @@ class _Emitter:
                     value, kept, target, "a partial sum with several readers"
                 )
 
-    def loop(self, node: Node, decision: Decision) -> None:
+    def loop(self, node: Node, decision: Choice) -> None:
         """Emit a loop: its operands brought to the body's layouts, its body partitioned."""
         loop: Loop = node.target  # type: ignore[assignment]
-        assert decision.body is not None
+        assert isinstance(decision, Decision) and decision.body is not None
         c, x = loop.num_carry, loop.num_xs
         ins: list[Value] = []
         body_inputs: list[Layout] = []

@@ -2,19 +2,15 @@
 
 Three sweeps, each linear. Forward: what do the inputs' layouts imply? Backward: where would the
 consumers of each value like it to be? Forward again, with those wishes: the decisions. A wish is what
-turns an all-reduce followed by a slice into a reduce-scatter. A wish has an opinion per dim: axes,
-``()`` for whole, or None where any split will do, as for the operand of a square that is then summed.
+turns an all-reduce followed by a slice into a reduce-scatter (`pfx.compiler.wishes`).
 
-At a node, every operand and the wish propose axes for factors. Where they conflict, the assignment
-that leaves most of them in place wins, then the one that moves fewest bytes, then the one that splits
-the work most. A partial sum flows through a linear op when that op is its only reader and does not
-make it larger; otherwise it is reduced, once, where it was made, in the form its readers wish.
+How a node chooses is in `pfx.compiler.choose`. A partial sum flows through a linear op when that op
+is its only reader and does not make it larger; otherwise it is reduced, once, where it was made, in
+the form its readers wish.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,21 +19,19 @@ from typing import Any
 import torch
 import torch.fx
 
+from pfx._torch import OpOverload
+from pfx.compiler.choose import Choice, Chooser, Flow
 from pfx.compiler.loops import outputs_of, placeholders
 from pfx.compiler.names import spec_of_names
-from pfx.compiler.reshard import reshard_bytes
-from pfx.compiler.rule import Assignment, Dims, Rule, operand_nodes, result_values
+from pfx.compiler.rule import Rule, operand_nodes
 from pfx.compiler.rules import find_rule
+from pfx.compiler.wishes import Wish, agreed, common, open_factors, opinion, reduced
 from pfx.lax.constrain import Constraint
 from pfx.lax.scan import Loop
 from pfx.mesh import Mesh
 from pfx.spec import Axes, Layout, P, effective, layout_of, replicated
 
 Node = torch.fx.Node
-Wish = tuple[Axes | None, ...] | None
-Flow = tuple[
-    Axes, tuple[int, ...]
-]  # axes of the partial sums that flow through, and their operands
 
 
 @dataclass
@@ -64,13 +58,10 @@ class Context:
         return self.found[node][0]
 
 
-@dataclass
-class Decision:
-    """How one node runs: axes of its factors, the layouts it needs, the layouts it makes."""
+@dataclass(frozen=True)
+class Decision(Choice):
+    """How one node runs; of a loop, also how its body does."""
 
-    assignment: Assignment
-    operands: tuple[Layout, ...]
-    results: tuple[Layout, ...]
     body: Solution | None = None
 
 
@@ -80,7 +71,7 @@ class Solution:
 
     graph: torch.fx.Graph
     layouts: dict[Node, Layout]
-    decisions: dict[Node, Decision]
+    decisions: dict[Node, Choice]
     outputs: tuple[Layout, ...]
     input_wishes: tuple[Wish, ...]
 
@@ -127,7 +118,8 @@ class _Sweeps:
         self.readers = _count_readers(graph, self.outs)
         self.wishes: dict[Node, Wish] = {}
         self.layouts: dict[Node, Layout] = {}
-        self.decisions: dict[Node, Decision] = {}
+        self.decisions: dict[Node, Choice] = {}
+        self.choosers: dict[Node, Chooser] = {}
 
     def run(self) -> Solution:
         for _ in range(2):
@@ -160,7 +152,7 @@ class _Sweeps:
             return
         if isinstance(node.target, Constraint):
             target = self.exact(node)
-            self.decisions[node] = Decision({}, (target,), (target,))
+            self.decisions[node] = Choice({}, (target,), (target,))
             self.layouts[node] = target
             return
         if isinstance(node.target, Loop):
@@ -174,7 +166,7 @@ class _Sweeps:
         """The layout in which a value is kept: a partial sum with several readers is reduced."""
         if not natural.partial or (self.readers[node] <= 1 and natural.reduce == "sum"):
             return natural
-        return _reduced(natural, self.wishes.get(node))
+        return reduced(natural, self.wishes.get(node))
 
     def exact(self, node: Node) -> Layout:
         """The layout a constraint asks for."""
@@ -191,47 +183,21 @@ class _Sweeps:
         """Translate logical names to a spec; what does not divide or is taken stays whole."""
         return spec_of_names(text, shape, self.context.names or {}, self.mesh, self.context.note)
 
-    def decide(self, node: Node) -> Decision:
+    def decide(self, node: Node) -> Choice:
+        """Choose how an ordinary node runs."""
         rule = self.context.rule(node)
         have = [self.layouts[n] for n in operand_nodes(node)]
         wishes = self.result_wishes(node)
         if rule.free:
             free = tuple(Layout(((),) * len(d), free=True, zero=rule.zero) for d in rule.results)
-            return Decision({}, (), free)
-        flow = self.flowing(node, rule, have)
-        return self.choose(node, rule, have, wishes, flow)
+            return Choice({}, (), free)
+        return self.chooser(node).best(have, wishes, self.flowing(node, rule, have))
 
-    def choose(
-        self,
-        node: Node,
-        rule: Rule,
-        have: Sequence[Layout],
-        wishes: Sequence[Wish],
-        flow: Flow = ((), ()),
-        *,
-        wish_first: bool = False,
-    ) -> Decision:
-        """Of the ways to merge what operands and wishes propose, the one that disturbs least."""
-        given, wished = self.proposals(rule, have, wishes)
-        proposals = (
-            [p for p in (*wished, *given) if p]
-            if wish_first
-            else [p for p in (*given, *wished) if p]
-        )
-        sizes = [(n.meta["val"].numel(), n.meta["val"].dtype.itemsize) for n in operand_nodes(node)]
-        outs = [v for v in result_values(node) if isinstance(v, torch.Tensor)]
-        best, best_score = None, None
-        for assignment in self.candidates(rule, proposals, flow):
-            decision = self.decision(rule, assignment, have, flow)
-            score = (
-                -_votes(assignment, proposals),
-                self.cost(decision, have, wishes, sizes, outs),
-                -self.mesh.count([a for axes in assignment.values() for a in axes]),
-            )
-            if best_score is None or score < best_score:
-                best, best_score = decision, score
-        assert best is not None
-        return best
+    def chooser(self, node: Node) -> Chooser:
+        """The chooser of a node, made once."""
+        if node not in self.choosers:
+            self.choosers[node] = Chooser(node, self.context.rule(node), self.mesh)
+        return self.choosers[node]
 
     def result_wishes(self, node: Node) -> list[Wish]:
         """The wishes for each result of a node."""
@@ -247,7 +213,7 @@ class _Sweeps:
         """The axes whose partial sums flow through a node, and the operands that carry them."""
         partial = [i for i, layout in enumerate(have) if layout.partial]
         if not partial:
-            return (), ()
+            return Flow()
         axes = have[partial[0]].partial
         nodes = operand_nodes(node)
         for group in rule.linear:
@@ -255,8 +221,8 @@ class _Sweeps:
                 have[i].zero or set(have[i].partial) == set(axes) for i in group
             )
             if fits and self.may_grow(node, nodes[partial[0]], axes):
-                return axes, group
-        return (), ()
+                return Flow(axes, group)
+        return Flow()
 
     def may_grow(self, node: Node, operand: Node, owed: Axes) -> bool:
         """Tell whether a partial sum is better reduced after a node than before it.
@@ -276,7 +242,7 @@ class _Sweeps:
                 return False
             (reader,) = node.users
             place = operand_nodes(reader).index(node)
-            linear = isinstance(reader.target, torch._ops.OpOverload) and any(
+            linear = isinstance(reader.target, OpOverload) and any(
                 place in group for group in self.context.rule(reader).linear
             )
             if not linear:
@@ -285,114 +251,6 @@ class _Sweeps:
         i = self.outs.index(node)
         carry = list(self.inputs.values())[i] if i < self.num_carry else None
         return self.readers[node] == 1 and carry is not None and (carry.zero or bool(carry.partial))
-
-    def proposals(
-        self, rule: Rule, have: Sequence[Layout], wishes: Sequence[Wish]
-    ) -> tuple[list[Assignment], list[Assignment]]:
-        """The axes each operand, and each wish for a result, would like on the factors."""
-        given = [
-            self.proposal(rule, dims, layout.dims)
-            for dims, layout in zip(rule.operands, have, strict=True)
-            if not layout.free
-        ]
-        wished = [
-            self.proposal(rule, dims, wish)
-            for dims, wish in zip(rule.results, wishes, strict=True)
-            if wish is not None and dims
-        ]
-        return given, wished
-
-    def proposal(self, rule: Rule, dims: Dims, axes_of_dims: Sequence[Axes | None]) -> Assignment:
-        """Read the axes of dims as axes of factors, major factors first, while they divide."""
-        found: Assignment = {}
-        for dim, axes in zip(dims, axes_of_dims, strict=True):
-            rest = list(axes or ())
-            for factor in dim:
-                taken: list[str] = []
-                size = rule.sizes[factor]
-                while rest and size % self.mesh.shape[rest[0]] == 0:
-                    size //= self.mesh.shape[rest[0]]
-                    taken.append(rest.pop(0))
-                if factor in rule.whole:
-                    break
-                if taken:
-                    found[factor] = tuple(taken)
-                if size > 1:
-                    break
-        return found
-
-    def candidates(
-        self, rule: Rule, proposals: Sequence[Assignment], flow: Flow
-    ) -> list[Assignment]:
-        """Merge the proposals in every order; if they are many, starting from each in turn."""
-        found: list[Assignment] = []
-        distinct = [p for i, p in enumerate(proposals) if p not in proposals[:i]]
-        if len(distinct) <= 3:
-            orders = [list(order) for order in itertools.permutations(distinct)]
-        else:
-            orders = [[p, *(q for q in distinct if q is not p)] for p in distinct]
-        for order in orders:
-            merged: Assignment = {}
-            for proposal in order:
-                self.merge(rule, merged, proposal, flow[0])
-            if merged not in found:
-                found.append(merged)
-        return found
-
-    def merge(self, rule: Rule, into: Assignment, other: Assignment, busy: Axes) -> None:
-        """Add to an assignment what fits: each axis once, parts contiguous, major axes first."""
-        for factor, wanted in other.items():
-            have = into.get(factor, ())
-            used = {a for f, named in into.items() if f != factor for a in named} | set(busy)
-            axes = tuple(itertools.takewhile(lambda a, used=used: a not in used, wanted))
-            if len(axes) <= len(have) or axes[: len(have)] != have:
-                continue
-            into[factor] = axes
-            tensors = (*rule.operands, *rule.results)
-            if not all(rule.representable(dims, into, self.mesh) for dims in tensors):
-                into[factor] = have
-                if not have:
-                    del into[factor]
-
-    def decision(
-        self,
-        rule: Rule,
-        assignment: Assignment,
-        have: Sequence[Layout],
-        flow: Flow,
-    ) -> Decision:
-        """The layouts that follow from an assignment."""
-        operands = []
-        for i, dims in enumerate(rule.operands):
-            layout = rule.layout(dims, assignment, flow[0] if i in flow[1] else ())
-            operands.append(layout)
-        results = []
-        for dims in rule.results:
-            kept = {f for dim in dims for f in dim}
-            gone = {f: axes for f, axes in assignment.items() if f not in kept}
-            owed = tuple(a for axes in gone.values() for a in axes)
-            kinds = {rule.reduce.get(f, "sum") for f in gone}
-            assert len(kinds) <= 1
-            layout = rule.layout(dims, assignment, self.mesh.ordered((*flow[0], *owed)))
-            results.append(replace(layout, reduce=kinds.pop() if kinds else "sum"))
-        return Decision(assignment, tuple(operands), tuple(results))
-
-    def cost(
-        self,
-        decision: Decision,
-        have: Sequence[Layout],
-        wishes: Sequence[Wish],
-        sizes: Sequence[tuple[int, int]],
-        outs: Sequence[torch.Tensor],
-    ) -> float:
-        """Bytes sent to bring the operands, and the results to their wishes."""
-        total = 0.0
-        for source, target, (numel, item) in zip(have, decision.operands, sizes, strict=True):
-            total += reshard_bytes(source, target, numel, item, self.mesh)
-        for natural, wish, out in zip(decision.results, wishes, outs, strict=False):
-            target = _filled(wish, natural)
-            total += reshard_bytes(natural, target, out.numel(), out.dtype.itemsize, self.mesh)
-        return total
 
     # Loops --------------------------------------------------------------------------------------
 
@@ -446,7 +304,7 @@ class _Sweeps:
             if node.op == "output":
                 continue
             if node in asked:
-                self.wishes[node] = _agreed(asked[node])
+                self.wishes[node] = agreed(asked[node])
             if node.op != "call_function" or node.target is operator.getitem:
                 continue
             for operand, wish in self.wanted(node):
@@ -458,7 +316,7 @@ class _Sweeps:
         if isinstance(node.target, Constraint):
             return [(node.args[0], decision.operands[0].dims)]  # type: ignore[list-item]
         if isinstance(node.target, Loop):
-            assert decision.body is not None
+            assert isinstance(decision, Decision) and decision.body is not None
             c, x = node.target.num_carry, node.target.num_xs
             wishes: list[Wish] = [layout.dims for layout in decision.operands[:c]]
             inner = decision.body.input_wishes
@@ -472,39 +330,12 @@ class _Sweeps:
         # through take no axis, since the wish may be to scatter them.
         wishes = self.result_wishes(node)
         have = [self.layouts[n] for n in operand_nodes(node)]
-        assignment = self.choose(node, rule, have, wishes, wish_first=True).assignment
-        open_factors = self.open_factors(rule, wishes)
+        assignment = self.chooser(node).best(have, wishes, wish_first=True).assignment
+        may_split = open_factors(rule, wishes)
         return [
-            (n, _opinion(rule, dims, assignment, open_factors, now))
+            (n, opinion(rule, dims, assignment, may_split, now))
             for n, dims, now in zip(operand_nodes(node), rule.operands, have, strict=True)
         ]
-
-    def open_factors(self, rule: Rule, wishes: Sequence[Wish]) -> set[str]:
-        """Factors a node would take split over anything: nobody downstream wants them whole.
-
-        Those of results without an opinion, and those that a reduction of one operand sums over.
-        """
-        seen = {f for dims in rule.results for dim in dims for f in dim}
-        found = set(rule.sizes) - seen if len(rule.operands) == 1 else set()
-        for dims, wish in zip(rule.results, wishes, strict=True):
-            for i, dim in enumerate(dims):
-                if wish is None or wish[i] is None:
-                    found |= set(dim)
-        return found - rule.whole
-
-
-def _opinion(
-    rule: Rule, dims: Dims, assignment: Assignment, open_factors: set[str], now: Layout
-) -> tuple[Axes | None, ...]:
-    """What an assignment says of each dim: its axes, whole, or nothing.
-
-    Of an open dim it says nothing unless it would be elsewhere than now: beside another operand.
-    """
-    layout = rule.layout(dims, assignment)
-    return tuple(
-        None if dim and set(dim) <= open_factors and axes in ((), here) else axes
-        for dim, axes, here in zip(dims, layout.dims, now.dims, strict=True)
-    )
 
 
 def _count_readers(graph: torch.fx.Graph, outs: Sequence[Node]) -> dict[Node, int]:
@@ -516,62 +347,6 @@ def _count_readers(graph: torch.fx.Graph, outs: Sequence[Node]) -> dict[Node, in
     for node in outs:
         counts[node] += 1
     return counts
-
-
-def _filled(wish: Wish, natural: Layout) -> Layout:
-    """A wish as a whole layout: where it has no opinion, the value stays as it is."""
-    if wish is None:
-        return natural.whole()
-    wanted = {axis for axes in wish if axes for axis in axes}
-    return Layout(
-        tuple(
-            want if want is not None else () if wanted & set(have) else have
-            for have, want in zip(natural.dims, wish, strict=True)
-        )
-    )
-
-
-def _reduced(natural: Layout, wish: Wish) -> Layout:
-    """What becomes of a partial sum when it must be reduced: scattered where the wish is split."""
-    if wish is None or natural.reduce != "sum":
-        return natural.whole()
-    dims = tuple(
-        want
-        if want and want[: len(have)] == have and set(want[len(have) :]) <= set(natural.partial)
-        else have
-        for have, want in zip(natural.dims, wish, strict=True)
-    )
-    return Layout(dims)
-
-
-def _votes(assignment: Assignment, proposals: Sequence[Assignment]) -> int:
-    """How many proposed placements an assignment leaves where they are."""
-    return sum(
-        len(_common(axes, assignment.get(factor, ())))
-        for proposal in proposals
-        for factor, axes in proposal.items()
-    )
-
-
-def _common(a: Axes, b: Axes) -> Axes:
-    """The longest common prefix: axes split a dim row-major, so a prefix is a coarser split."""
-    return tuple(
-        x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
-    )
-
-
-def _agreed(asked: Sequence[Wish]) -> Wish:
-    """The common part of several wishes, dim by dim, among those with an opinion."""
-    opinions = [wish for wish in asked if wish is not None]
-    if not opinions:
-        return None
-    dims = []
-    for entries in zip(*opinions, strict=True):
-        known = [axes for axes in entries if axes is not None]
-        common = functools.reduce(_common, known) if known else None
-        taken = {axis for axes in dims if axes for axis in axes}
-        dims.append(None if common and taken & set(common) else common)  # an axis splits one dim
-    return tuple(dims)
 
 
 def _stacked(layout: Layout) -> Layout:
@@ -599,4 +374,4 @@ def _next_carry(old: Layout, out: Layout, attempt: int) -> Layout:
         return out
     if attempt < 2:
         return out.whole()
-    return Layout(tuple(_common(a, b) for a, b in zip(old.dims, out.dims, strict=True)))
+    return Layout(tuple(common(a, b) for a, b in zip(old.dims, out.dims, strict=True)))

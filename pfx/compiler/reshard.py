@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from pfx.mesh import Mesh
 from pfx.spec import Axes, Layout
@@ -52,28 +53,39 @@ def plan_moves(source: Layout, target: Layout) -> tuple[Move, ...]:
         now = after
         moves.append(Move(kind, axes, dim, to_dim, after, source.reduce))
 
-    def slices() -> None:
-        for dim, (have, want) in enumerate(zip(now.dims, target.dims, strict=True)):
-            gain = want[len(have) :]
-            if gain and want[: len(have)] == have and not set(gain) & set(now.axes):
-                step("slice", gain, _set(now, dim, want), dim)
+    def gains(dim: int) -> Axes:
+        have, want = now.dims[dim], target.dims[dim]
+        return want[len(have) :] if want[: len(have)] == have else ()
 
-    slices()
-    for dim, want in enumerate(target.dims):
-        have = now.dims[dim]
-        gain = want[len(have) :]
-        owed = set(now.partial) - set(target.partial)
-        if now.reduce == "sum" and gain and want[: len(have)] == have and set(gain) <= owed:
-            step("reduce_scatter", gain, _without(_set(now, dim, want), gain), dim)
+    def grow() -> None:
+        """Slice what a dim wants next and no other holds; scatter what it wants next and is owed."""
+        growing = True
+        while growing:
+            for dim in range(len(now.dims)):
+                free = tuple(takewhile(lambda axis: axis not in now.axes, gains(dim)))
+                if free:
+                    step("slice", free, _set(now, dim, now.dims[dim] + free), dim)
+            owed = (
+                [] if now.reduce != "sum" else [a for a in now.partial if a not in target.partial]
+            )
+            growing = False
+            for dim in range(len(now.dims)):
+                run = tuple(takewhile(lambda axis: axis in owed, gains(dim)))
+                if run and not growing:
+                    after = _without(_set(now, dim, now.dims[dim] + run), run)
+                    step("reduce_scatter", run, after, dim)
+                    growing = True
+
+    grow()
     owed_axes = tuple(a for a in now.partial if a not in target.partial)
     if owed_axes:
         step("all_reduce", owed_axes, _without(now, owed_axes))
-    slices()
+    grow()
     for dim, to_dim in ((i, j) for i in range(len(now.dims)) for j in range(len(now.dims))):
-        have, gains, want = now.dims[dim], now.dims[to_dim], target.dims[to_dim]
-        moves_axis = bool(have) and want[: len(gains) + 1] == gains + have[-1:]
+        have, held, want = now.dims[dim], now.dims[to_dim], target.dims[to_dim]
+        moves_axis = bool(have) and want[: len(held) + 1] == held + have[-1:]
         if dim != to_dim and have != target.dims[dim] and moves_axis:
-            after = _set(_set(now, dim, have[:-1]), to_dim, gains + have[-1:])
+            after = _set(_set(now, dim, have[:-1]), to_dim, held + have[-1:])
             step("all_to_all", have[-1:], after, dim, to_dim)
     for dim, want in enumerate(target.dims):
         have = now.dims[dim]
@@ -82,7 +94,7 @@ def plan_moves(source: Layout, target: Layout) -> tuple[Move, ...]:
             kept += 1
         if have[kept:]:
             step("all_gather", have[kept:], _set(now, dim, have[:kept]), dim)
-    slices()
+    grow()
     lent = tuple(a for a in target.partial if a not in now.partial)
     if lent:
         step("own", lent, replace(now, partial=target.partial, reduce=target.reduce))

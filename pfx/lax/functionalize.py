@@ -40,7 +40,7 @@ def functionalize(traced: Traced, where: str, names: Sequence[str] = ()) -> torc
 
     >>> traced = _torch.trace(lambda x: [x.clone().add_(1)], [torch.ones(2)])
     >>> [node.name for node in functionalize(traced, "f").graph.nodes]
-    ['arg0_1', 'clone', 'add', 'output']
+    ['arg0_1', 'clone', 'add_tensor', 'output']
     """
     if not any(writes(node.target, node.args, node.kwargs) for node in traced.graph.nodes):
         return traced.module
@@ -136,19 +136,23 @@ class _Functionalizer:
             return entry
         if entry.parent is not None and entry.view is not None:
             if entry.value is None or entry.version != entry.base.version:
+                known = entry.form if entry.view.is_one_op else None
                 base = self.current(entry.parent)
-                entry.value = entry.view.take(self.emitter(entry.origin), base)
+                entry.value = entry.view.take(self.emitter(entry.origin, known), base)
                 entry.version = entry.base.version
         assert entry.value is not None
         return entry.value
 
-    def emitter(self, origin: Node) -> Emit:
-        """Return what adds a node to the new graph in the name of a traced one."""
+    def emitter(self, origin: Node, known: Any = None) -> Emit:
+        """Return what adds a node, of a known form or not, in the name of a traced one."""
 
         def emit(op: Any, *args: Any, **kwargs: Any) -> Node:
             node = self.graph.call_function(op, args, kwargs)
-            forms = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-            node.meta = {**origin.meta, "val": _torch.fake_call(op, *forms, self.mode)}
+            form = known
+            if form is None:
+                forms = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+                form = _torch.fake_call(op, *forms, self.mode)
+            node.meta = {**origin.meta, "val": form}
             return node
 
         return emit

@@ -45,6 +45,11 @@ class View:
         return self.op is aten.as_strided.default
 
     @property
+    def is_one_op(self) -> bool:
+        """Tell whether taking it adds one node and no more."""
+        return self.item is None and not self.is_strided
+
+    @property
     def name(self) -> str:
         """What errors call it."""
         return str(getattr(self.op, "overloadpacket", self.op)).removeprefix("aten.")

@@ -71,13 +71,9 @@ def test_gradients(case: Case) -> None:
     """Of the loss alone, compiled with the plan's specs and names, against torch.autograd."""
     train, batch, key = case.train(), case.batch(0), pfx.random.key(7)
     params = case.init(pfx.random.key(0))
-    loss = lambda params: case.loss_fn(params, batch_of(params), key)[0]
-
-    def batch_of(_: Any) -> Any:
-        return batch
-
+    loss = lambda params, batch: case.loss_fn(params, batch, key)[0]
     compiled = pfx.jit(
-        lambda params, batch: torch.func.grad(lambda p: case.loss_fn(p, batch, key)[0])(params),
+        torch.func.grad(loss),
         mesh=train.mesh,
         in_specs=(train.compute_specs, train.batch_specs(batch)),
         names=train.plan.logical_names,
@@ -85,7 +81,7 @@ def test_gradients(case: Case) -> None:
     found = pfx.device_get(compiled(params, batch))
     leaves, structure = pfx.tree.flatten(params)
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    grads = torch.autograd.grad(loss(pfx.tree.unflatten(structure, leaves)), leaves)
+    grads = torch.autograd.grad(loss(pfx.tree.unflatten(structure, leaves), batch), leaves)
     assert_close(found, pfx.tree.unflatten(structure, list(grads)), tolerance(case.dtype), "grads")
 
 
@@ -93,9 +89,8 @@ def test_gradients(case: Case) -> None:
 
 EXPLICIT = {
     "GPT-2's vocabulary": Case(
-        config={"vocab_size": 50257, "embed_dim": 12},
+        config={"vocab_size": 50257, "embed_dim": 8, "num_layers": 1},
         plan={"dp": 2, "tp": 2, "zero": 1, "sequence_parallel": True},
-        rows=2,
     ),
     "a vocabulary of one token": Case(config={"vocab_size": 1}, plan={"tp": 4}),
     "kv heads do not divide by tp": Case(
@@ -220,11 +215,12 @@ def test_a_training_loop_in_torch_alone(family: str, optimizer: str) -> None:
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
         torch_optimizer.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(leaves, 1.0 if optimizer == "adamw" else torch.inf)
+        norm = torch.nn.utils.get_total_norm([leaf.grad for leaf in leaves])
+        if optimizer == "adamw":  # clip_grad_norm_ divides by norm + 1e-6
+            for leaf in leaves:
+                leaf.grad *= min(1.0, 1.0 / float(norm))
         torch_optimizer.step()
-        # torch divides by (norm + 1e-6) when it clips: that much of a difference, and no more.
-        tol = 1e-10 if optimizer == "sgd" else 3e-6
-        assert_close(metrics["loss"], loss.detach(), 1e-10, f"step {i}: loss")
-        assert_close(metrics["grad_norm"], norm.detach(), 1e-10 if i == 0 else tol, f"step {i}: norm")
         now = pfx.tree.map(lambda p: p.detach().clone(), params)
-        assert_close(state.params, now, tol, f"step {i}: params")
+        assert_close(metrics["loss"], loss.detach(), 1e-10, f"step {i}: loss")
+        assert_close(metrics["grad_norm"], norm, 1e-10, f"step {i}: norm")
+        assert_close(state.params, now, 1e-10, f"step {i}: params")

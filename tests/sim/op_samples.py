@@ -129,18 +129,22 @@ def _even_sizes() -> Iterator[None]:
         yield
 
 
-def cases(name: str, limit: int) -> Iterator[Case]:
-    """The same cases every time: `limit` of floats for every variant of an op, and one of ints."""
+def cases(name: str, limit: int, *, ints: int = 0) -> Iterator[Case]:
+    """The same cases every time, for each variant of an op: floats, and `ints` of integers.
+
+    An op without floats comes with `limit` cases of complex numbers, or else of integers or bools.
+    """
     for op in operators()[name]:
-        main = torch.float64 if torch.float64 in op.dtypes else torch.complex128
+        kinds = (torch.float64, torch.complex128, torch.int64, torch.bool)
+        main = next(dtype for dtype in kinds if dtype in op.dtypes)
         yield from _cases_of(op, main, limit)
-        yield from _cases_of(op, torch.int64, limit if EVERYTHING else 1)
-        yield from _cases_of(op, torch.bool, limit if EVERYTHING else 0)
+        others = (torch.int64, torch.bool) if EVERYTHING else (torch.int64,) * (ints > 0)
+        for dtype in others:
+            if dtype in op.dtypes and dtype is not main:
+                yield from _cases_of(op, dtype, limit if EVERYTHING else ints)
 
 
 def _cases_of(op: Any, dtype: torch.dtype, limit: int) -> Iterator[Case]:
-    if dtype not in op.dtypes:
-        return
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)

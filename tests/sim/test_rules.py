@@ -72,7 +72,7 @@ def tried() -> set[Any]:
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_make_the_whole(name: str, tried: set[Any]) -> None:
     ran = 0
-    for case in cases(name, 8 if op_samples.EVERYTHING else 1):
+    for case in cases(name, 8 if op_samples.EVERYTHING else 1, ints=1):
         try:
             nodes, env = traced(case)
         except DataDependentError:

@@ -143,7 +143,11 @@ def cases(
     family = size("gpt", "llama")
     if family == "gpt":
         heads = size(4, 2, 6, 3, 1)
-        config |= {"num_heads": heads, "embed_dim": heads * size(4, 6, 3), "dropout": size(0.0, 0.3)}
+        config |= {
+            "num_heads": heads,
+            "embed_dim": heads * size(4, 6, 3),
+            "dropout": size(0.0, 0.3),
+        }
     else:
         kv_heads = size(2, 4, 1, 3)
         config |= {

@@ -70,7 +70,7 @@ def plan_moves(source: Layout, target: Layout) -> tuple[Move, ...]:
             )
             growing = False
             for dim in range(len(now.dims)):
-                run = tuple(takewhile(lambda axis: axis in owed, gains(dim)))
+                run = tuple(takewhile(owed.__contains__, gains(dim)))
                 if run and not growing:
                     after = _without(_set(now, dim, now.dims[dim] + run), run)
                     step("reduce_scatter", run, after, dim)

@@ -10,7 +10,9 @@ from models import gpt
 
 pytestmark = pytest.mark.gpu
 
-CONFIG = gpt.Config(num_layers=2, embed_dim=32, num_heads=4, mlp_dim=64, vocab_size=61, max_seq_len=16)
+CONFIG = gpt.Config(
+    num_layers=2, embed_dim=32, num_heads=4, mlp_dim=64, vocab_size=61, max_seq_len=16
+)
 OPTIMIZER = pfx.optim.chain(pfx.optim.clip_by_global_norm(1.0), pfx.optim.sgd(0.1, momentum=0.9))
 
 

@@ -9,7 +9,7 @@ import itertools
 import os
 import pkgutil
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,25 +28,83 @@ _SIZES = {"XS": 2, "S": 4, "M": 8, "L": 12}
 # What no compiler of pure functions of known shape can run: what draws from a global generator, and
 # what has a shape, or takes a branch, by value.
 RANDOM = frozenset(
-    """bernoulli multinomial nn.functional.alpha_dropout nn.functional.dropout
-    nn.functional.dropout2d nn.functional.dropout3d nn.functional.feature_alpha_dropout
-    nn.functional.fractional_max_pool2d nn.functional.fractional_max_pool3d nn.functional.rrelu
-    normal pca_lowrank rand_like randint randint_like randn randn_like svd_lowrank""".split()
+    [
+        "bernoulli",
+        "multinomial",
+        "nn.functional.alpha_dropout",
+        "nn.functional.dropout",
+        "nn.functional.dropout2d",
+        "nn.functional.dropout3d",
+        "nn.functional.feature_alpha_dropout",
+        "nn.functional.fractional_max_pool2d",
+        "nn.functional.fractional_max_pool3d",
+        "nn.functional.rrelu",
+        "normal",
+        "pca_lowrank",
+        "rand_like",
+        "randint",
+        "randint_like",
+        "randn",
+        "randn_like",
+        "svd_lowrank",
+    ]
 )
 UNTRACEABLE = RANDOM | frozenset(
-    """_batch_norm_with_update allclose argwhere bincount cauchy combinations corrcoef cov equal
-    exponential geometric istft item linalg.lstsq log_normal masked_select nn.functional.ctc_loss
-    nn.functional.gaussian_nll_loss nonzero resize_ resize_as_ tensor_split uniform unique
-    unique_consecutive""".split()
+    [
+        "_batch_norm_with_update",
+        "allclose",
+        "argwhere",
+        "bincount",
+        "cauchy",
+        "combinations",
+        "corrcoef",
+        "cov",
+        "equal",
+        "exponential",
+        "geometric",
+        "istft",
+        "item",
+        "linalg.lstsq",
+        "log_normal",
+        "masked_select",
+        "nn.functional.ctc_loss",
+        "nn.functional.gaussian_nll_loss",
+        "nonzero",
+        "resize_",
+        "resize_as_",
+        "tensor_split",
+        "uniform",
+        "unique",
+        "unique_consecutive",
+    ]
 )
 # What says nothing about a rule: uninitialized memory, sparse results, no tensors, kernels that need
 # CUDA, a dtype without comparison, and two whose samples read out of bounds at other sizes.
 LEFT_OUT = frozenset(
-    """empty empty_like empty_permuted empty_strided new_empty new_empty_strided to_sparse sparse.mm
-    sparse.sampled_addmm jiterator_2inputs_2outputs jiterator_4inputs_with_extra_args
-    jiterator_binary jiterator_binary_return_by_ref jiterator_unary torch._scaled_mm
-    torch._scaled_mm_v2 torch.ops.aten._efficient_attention_forward
-    torch.ops.aten._flash_attention_forward chalf _segment_reduce ormqr broadcast_shapes""".split()
+    [
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "to_sparse",
+        "sparse.mm",
+        "sparse.sampled_addmm",
+        "jiterator_2inputs_2outputs",
+        "jiterator_4inputs_with_extra_args",
+        "jiterator_binary",
+        "jiterator_binary_return_by_ref",
+        "jiterator_unary",
+        "torch._scaled_mm",
+        "torch._scaled_mm_v2",
+        "torch.ops.aten._efficient_attention_forward",
+        "torch.ops.aten._flash_attention_forward",
+        "chalf",
+        "_segment_reduce",
+        "ormqr",
+        "broadcast_shapes",
+    ]
 )
 
 

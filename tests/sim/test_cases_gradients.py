@@ -22,9 +22,7 @@ FOUR = pfx.make_mesh(x=4)
 INF = math.inf
 
 
-def run(
-    fn: Callable[..., Any], *args: Any, specs: tuple[Any, ...], mesh: pfx.Mesh = TWO
-) -> Any:
+def run(fn: Callable[..., Any], *args: Any, specs: tuple[Any, ...], mesh: pfx.Mesh = TWO) -> Any:
     """Run on a mesh, every copy computed and compared; the results as global tensors."""
     return pfx.device_get(pfx.jit(fn, mesh=mesh, in_specs=specs, check=True)(*args))
 
@@ -35,7 +33,11 @@ class TestScalarParameter:
     def test_it_stays_whole_and_learns(self) -> None:
         params = {"t": torch.tensor(0.5), "w": torch.ones(4)}
         train = pfx.make_train_step(
-            lambda params, batch, key: (params["t"] + params["w"].sum() + 0 * batch.sum(), torch.ones(()), {}),
+            lambda params, batch, key: (
+                params["t"] + params["w"].sum() + 0 * batch.sum(),
+                torch.ones(()),
+                {},
+            ),
             pfx.optim.sgd(0.1),
             pfx.Plan(dp=2, zero=3),
             init=lambda key: pfx.tree.map(torch.clone, params),
@@ -103,7 +105,10 @@ class TestLeavingAndReentering:
             y = pfx.constrain(pfx.constrain(3 * x, P()), P("x"))
             return y.sum().square()
 
-        assert run(torch.func.grad(loss), torch.tensor([1.0, 2.0]), specs=(P("x"),)).tolist() == [54, 54]
+        assert run(torch.func.grad(loss), torch.tensor([1.0, 2.0]), specs=(P("x"),)).tolist() == [
+            54,
+            54,
+        ]
 
     def test_a_replicated_weight_gets_the_sum_over_ranks(self) -> None:
         def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -161,7 +166,9 @@ class TestNormsOfAnyOrder:
         args = torch.tensor([3.0, -7.0]), torch.tensor([4.0])
         assert float(run(norm, *args, specs=(spec, P()))) == pytest.approx(want)
         alone = run(
-            lambda x: torch.linalg.vector_norm(x, order), torch.tensor([3.0, -7.0, 4.0, 0.0][:2]), specs=(spec,)
+            lambda x: torch.linalg.vector_norm(x, order),
+            torch.tensor([3.0, -7.0, 4.0, 0.0][:2]),
+            specs=(spec,),
         )
         assert float(alone) == pytest.approx(float(torch.linalg.vector_norm(args[0], order)))
 

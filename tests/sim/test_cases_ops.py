@@ -132,7 +132,13 @@ class TestPartialPlusNumber:
 
     def test_arithmetic_on_an_unreduced_sum(self) -> None:
         def of_sum(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return (x.sum() + 10, 10 - x.sum(), x.sum() * 2, x.sum() + torch.tensor(10), x.sum() / 3)
+            return (
+                x.sum() + 10,
+                10 - x.sum(),
+                x.sum() * 2,
+                x.sum() + torch.tensor(10),
+                x.sum() / 3,
+            )
 
         got = agree(of_sum, torch.arange(10.0), specs=(P("x"),))
         assert [float(value) for value in got] == [55, -35, 90, 55, 15]
@@ -190,14 +196,16 @@ class TestGlobalIndices:
         assert torch.equal(got, torch.diag(args[2]))
 
     def test_index_put_of_a_vector(self) -> None:
-        write = lambda x, i, v: x.index_put((i,), v)  # noqa: E731
+        write = lambda x, i, v: x.index_put((i,), v)
         args = (torch.zeros(16), torch.arange(16), torch.ones(16))
         assert torch.equal(agree(write, *args, specs=(P("x"), P(), P())), torch.ones(16))
 
     @pytest.mark.parametrize("index", [[0, 3, 3, 1], [-1, 0, -4, -1], [2, 2, 2, 2]])
     @pytest.mark.parametrize("accumulate", [False, True])
     def test_repeated_and_negative_indices(self, index: list[int], *, accumulate: bool) -> None:
-        values = torch.tensor([5.0, 5.0, 5.0, 5.0])  # equal, so that the order of writes is no matter
+        values = torch.tensor(
+            [5.0, 5.0, 5.0, 5.0]
+        )  # equal, so that the order of writes is no matter
 
         def write(x: torch.Tensor, i: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return x.index_put((i,), v, accumulate=accumulate)
@@ -284,7 +292,9 @@ class TestWeightedLoss:
             kinds = ({}, {"weight": weight}, {"reduction": "sum"}, {"label_smoothing": 0.1})
             return [F.cross_entropy(logits, targets, **options) for options in kinds]  # type: ignore[arg-type]
 
-        def total(logits: torch.Tensor, targets: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        def total(
+            logits: torch.Tensor, targets: torch.Tensor, weight: torch.Tensor
+        ) -> torch.Tensor:
             return torch.stack(losses(logits, targets, weight)).sum()
 
         specs = (spec, P(spec[0]), P())
@@ -330,7 +340,10 @@ class TestLogSumExp:
 
     def test_softmax_of_a_split_dim(self) -> None:
         for values, want in (([1000.0, 1000.0], [0.5, 0.5]), ([-INF, 0.0], [0.0, 1.0])):
-            assert agree(lambda x: x.softmax(0), torch.tensor(values), specs=(P("x"),)).tolist() == want
+            assert (
+                agree(lambda x: x.softmax(0), torch.tensor(values), specs=(P("x"),)).tolist()
+                == want
+            )
         agree(lambda x: F.log_softmax(x, 0), torch.tensor([1000.0, 1000.0]), specs=(P("x"),))
 
     def test_softmax_of_a_masked_row_is_nan_as_in_torch(self) -> None:

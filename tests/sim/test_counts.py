@@ -96,7 +96,9 @@ def test_sequence_parallel_layers_gather_and_scatter(family: str, microbatches: 
     for path, shape in whole_parameters(case_of(family, tp=2)):
         stacked = "blocks" in path
         assert len(shape) == 1 + stacked
-        expected["all_reduce", tuple(sorted(shape))] = expected.get(("all_reduce", tuple(sorted(shape))), 0) + 1  # fmt: skip
+        expected["all_reduce", tuple(sorted(shape))] = (
+            expected.get(("all_reduce", tuple(sorted(shape))), 0) + 1
+        )
     assert found == expected
 
 
@@ -124,7 +126,9 @@ def parameters(case: Case, *, layer: bool) -> Bill:
             shape[dim] //= train.mesh.shape[entry] if entry else 1
         inside = "blocks" in pfx.tree.path_string(path)
         if inside == layer:
-            found[pfx.tree.path_string(path), tuple(sorted(n for n in shape[inside:] if n > 1))] += 1
+            found[
+                pfx.tree.path_string(path), tuple(sorted(n for n in shape[inside:] if n > 1))
+            ] += 1
     return found
 
 

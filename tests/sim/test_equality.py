@@ -165,7 +165,9 @@ def test_every_label_masked_gives_loss_zero_and_exactly_zero_gradients(
     assert float(metrics["loss"]) == float(metrics["weight"]) == float(metrics["grad_norm"]) == 0.0
     momentum = pfx.device_get(state.opt_state)
     assert all(not leaf.any() for leaf in pfx.tree.leaves(momentum) if leaf.ndim)
-    for was, now in zip(pfx.tree.leaves(before), pfx.tree.leaves(pfx.device_get(state.params)), strict=True):  # fmt: skip
+    for was, now in zip(
+        pfx.tree.leaves(before), pfx.tree.leaves(pfx.device_get(state.params)), strict=True
+    ):
         assert torch.equal(was, now)
 
 
@@ -184,7 +186,9 @@ def test_a_token_weighs_the_same_wherever_it_is(plan: dict[str, int]) -> None:
     params = pfx.device_get(state.params)
     _, metrics = train.step(state, batch)
     logits = FAMILIES[case.family].apply(params, batch["tokens"], case.model)
-    expected = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
+    expected = F.cross_entropy(
+        logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED
+    )
     assert float(metrics["weight"]) == 10.0
     torch.testing.assert_close(pfx.device_get(metrics["loss"]), expected, rtol=1e-7, atol=0)
 
@@ -212,7 +216,9 @@ def test_a_training_loop_in_torch_alone(family: str, optimizer: str) -> None:
     for i, (state, metrics) in enumerate(run(train, case)):
         batch = case.batch(i)
         logits = FAMILIES[family].apply(params, batch["tokens"], case.model)
-        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
+        loss = F.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED
+        )
         torch_optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.get_total_norm([leaf.grad for leaf in leaves])

@@ -24,7 +24,6 @@ from pfx._torch import DataDependentError
 from pfx.compiler.rule import Assignment, Call, Dims, Local, Rule, operand_nodes, result_values
 from pfx.compiler.rules import TABLE, find_rule
 from pfx.compiler.simplify import simplify
-from pfx.errors import ShardingError
 from pfx.lax.functionalize import functionalize
 from pfx.runtime.collectives import combine
 from pfx.spec import local_slices
@@ -41,20 +40,63 @@ NAMES = sorted(set(op_samples.operators()) - op_samples.UNTRACEABLE)
 
 # Ops that are computed whole on every device: nobody shards them, or their dims do not separate.
 WITHOUT_RULE = frozenset(
-    """_chunk_cat _embedding_bag _embedding_bag_backward _embedding_bag_forward_only
-    _embedding_bag_per_sample_weights_backward _histogramdd_bin_edges _histogramdd_from_bin_cts
-    _histogramdd_from_bin_tensors _linalg_solve_ex _pdist_backward _pdist_forward _trilinear
-    _unsafe_masked_index _unsafe_masked_index_put_accumulate _upsample_bilinear2d_aa_backward
-    _upsample_nearest_exact1d_backward _upsample_nearest_exact2d_backward
-    _upsample_nearest_exact3d_backward as_strided as_strided_scatter geqrf grid_sampler_2d_backward
-    grid_sampler_3d grid_sampler_3d_backward hash_tensor histc histogram isin linalg_ldl_factor_ex
-    linalg_ldl_solve linalg_pinv lu_unpack masked_scatter masked_scatter_backward max_unpool2d
-    max_unpool3d median multi_margin_loss multi_margin_loss_backward multilabel_margin_loss_backward
-    multilabel_margin_loss_forward nanmedian nonzero_static put searchsorted unfold_backward
-    upsample_bicubic2d_backward upsample_bilinear2d_backward upsample_linear1d_backward
-    upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward
-    upsample_trilinear3d_backward torch_nn._linear_cross_entropy_batch_chunked
-    torch_nn._linear_cross_entropy_batch_chunked_no_reduction""".split()
+    [
+        "_chunk_cat",
+        "_embedding_bag",
+        "_embedding_bag_backward",
+        "_embedding_bag_forward_only",
+        "_embedding_bag_per_sample_weights_backward",
+        "_histogramdd_bin_edges",
+        "_histogramdd_from_bin_cts",
+        "_histogramdd_from_bin_tensors",
+        "_linalg_solve_ex",
+        "_pdist_backward",
+        "_pdist_forward",
+        "_trilinear",
+        "_unsafe_masked_index",
+        "_unsafe_masked_index_put_accumulate",
+        "_upsample_bilinear2d_aa_backward",
+        "_upsample_nearest_exact1d_backward",
+        "_upsample_nearest_exact2d_backward",
+        "_upsample_nearest_exact3d_backward",
+        "as_strided",
+        "as_strided_scatter",
+        "geqrf",
+        "grid_sampler_2d_backward",
+        "grid_sampler_3d",
+        "grid_sampler_3d_backward",
+        "hash_tensor",
+        "histc",
+        "histogram",
+        "isin",
+        "linalg_ldl_factor_ex",
+        "linalg_ldl_solve",
+        "linalg_pinv",
+        "lu_unpack",
+        "masked_scatter",
+        "masked_scatter_backward",
+        "max_unpool2d",
+        "max_unpool3d",
+        "median",
+        "multi_margin_loss",
+        "multi_margin_loss_backward",
+        "multilabel_margin_loss_backward",
+        "multilabel_margin_loss_forward",
+        "nanmedian",
+        "nonzero_static",
+        "put",
+        "searchsorted",
+        "unfold_backward",
+        "upsample_bicubic2d_backward",
+        "upsample_bilinear2d_backward",
+        "upsample_linear1d_backward",
+        "upsample_nearest1d_backward",
+        "upsample_nearest2d_backward",
+        "upsample_nearest3d_backward",
+        "upsample_trilinear3d_backward",
+        "torch_nn._linear_cross_entropy_batch_chunked",
+        "torch_nn._linear_cross_entropy_batch_chunked_no_reduction",
+    ]
 )
 
 
@@ -174,7 +216,7 @@ def assignments(rule: Rule) -> Iterator[Assignment]:
     """Each splittable factor over one axis and over both, and a few pairs of factors."""
     used = {f for dims in (*rule.operands, *rule.results) for dim in dims for f in dim}
     sizes = {f: n for f, n in rule.sizes.items() if f in used - rule.whole and n}
-    pairs = [p for p in itertools.permutations(sizes, 2)][:: 1 if op_samples.EVERYTHING else 5]
+    pairs = list(itertools.permutations(sizes, 2))[:: 1 if op_samples.EVERYTHING else 5]
     candidates: list[Assignment] = [
         *({f: ("x",)} for f in sizes),
         *({f: ("y", "x")} for f in sizes),
@@ -244,11 +286,7 @@ def joined(
         groups.setdefault(tuple((s.start, s.stop) for s in where), []).append(part)
     for key, members in groups.items():
         where = tuple(slice(*ends) for ends in key)
-        total = (
-            combine(reduce)(members)
-            if len(members) > 1
-            else members[0]
-        )
+        total = combine(reduce)(members) if len(members) > 1 else members[0]
         assert total.shape == whole[where].shape, f"a part of shape {tuple(total.shape)}"
         if total.dtype != whole.dtype:
             return total  # the caller says so

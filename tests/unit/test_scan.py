@@ -219,7 +219,10 @@ def test_remat_changes_no_bit(form: Fn) -> None:
 def test_plain_autograd_reaches_everything_a_body_closes_over() -> None:
     x, w, b = (t.requires_grad_() for t in inputs())
     found, expected = both(plain, None)
-    assert_same(torch.autograd.grad(found(x, w, b), (x, w, b)), torch.autograd.grad(expected(x, w, b), (x, w, b)))  # fmt: skip
+    assert_same(
+        torch.autograd.grad(found(x, w, b), (x, w, b)),
+        torch.autograd.grad(expected(x, w, b), (x, w, b)),
+    )
 
 
 # Compiled -------------------------------------------------------------------------------------------
@@ -304,7 +307,9 @@ def test_remat_of_a_function_changes_no_bit(transform: str) -> None:
     expected = apply(loss(block))
     for a, b_ in zip(pfx.tree.leaves(apply(loss(again))), pfx.tree.leaves(expected), strict=True):
         assert b_.abs().max() > 0
-        torch.testing.assert_close(a, b_, rtol=1e-13 if "of" in transform else 0, atol=1e-14 if "of" in transform else 0)  # fmt: skip
+        torch.testing.assert_close(
+            a, b_, rtol=1e-13 if "of" in transform else 0, atol=1e-14 if "of" in transform else 0
+        )
 
 
 def test_remat_reaches_what_the_function_closes_over() -> None:
@@ -424,13 +429,19 @@ def test_error_texts(name: str) -> None:
 
 
 def test_a_carry_of_another_structure_is_named() -> None:
-    with pytest.raises(TraceError, match="^scan: the carry changes its structure."):
+    with pytest.raises(TraceError, match=r"^scan: the carry changes its structure\."):
         one({"h": torch.ones(2), "new": torch.ones(1)})
 
 
 def test_ys_keep_the_order_of_xs() -> None:
     for reverse, remat in itertools.product((False, True), REMAT):
-        _, ys = pfx.scan(lambda c, x: (c + 1, (c, x)), torch.tensor(0), torch.arange(3), reverse=reverse, remat=remat)  # fmt: skip
+        _, ys = pfx.scan(
+            lambda c, x: (c + 1, (c, x)),
+            torch.tensor(0),
+            torch.arange(3),
+            reverse=reverse,
+            remat=remat,
+        )
         assert ys[0].tolist() == ([2, 1, 0] if reverse else [0, 1, 2]) and ys[1].tolist() == [
             0,
             1,

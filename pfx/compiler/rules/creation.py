@@ -25,7 +25,7 @@ def _full(node: torch.fx.Node) -> Rule:
     """`simplify` writes every constant as ``full``."""
     shape = shape_of(node)
     dims = named("d", len(shape))
-    zero = node.args[1] == 0
+    zero = bool(node.args[1] == 0)
     return Rule(
         (), (dims,), bind_sizes([dims], [shape]), localize=_local_full, free=True, zero=zero
     )

@@ -62,6 +62,23 @@ class Plan:
             raise ShardingError(
                 message(f"Plan: zero={self.zero!r}", "is no ZeRO stage.", fix="0, 1, 2 or 3")
             )
+        self._check_axes()
+
+    def _check_axes(self) -> None:
+        """Refuse what would silently split nothing: a name that mentions no axis of the plan."""
+        known = (DATA, TENSOR, *self.axes)
+        for name in self.axes:
+            if name in (DATA, TENSOR):
+                what, fix = "is an axis of every plan.", f"Plan({name}={self.axes[name]})"
+                raise ShardingError(message(f"Plan: axes[{name!r}]", what, fix=fix))
+        for name, wanted in self.names.items():
+            for axis in (wanted,) if isinstance(wanted, str) else wanted or ():
+                if axis not in known:
+                    where = f"Plan: names[{name!r}]={wanted!r}"
+                    what = f"mentions the unknown axis {axis!r}."
+                    listed = f"axes of the plan: {', '.join(known)}"
+                    fix = f'axes={{"{axis}": 2}}, or one of these'
+                    raise ShardingError(message(where, what, listed, fix=fix))
 
     def mesh(self, kind: str | None = None, device: str = "cpu") -> Mesh:
         """The plan's own mesh: dp, tp, then any further axes."""

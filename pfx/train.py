@@ -69,9 +69,13 @@ def make_train_step(
         A `TrainStep` with ``init(key) -> state`` and ``step(state, batch) -> (state, metrics)``;
         metrics hold loss (the weighted mean), weight, grad_norm (before clipping) and lr.
     """
-    return TrainStep(
-        loss_fn, optimizer, plan, init, axes, mesh or plan.mesh(), donate, check, deterministic
-    )
+    mesh = plan.mesh() if mesh is None else mesh
+    if dict(mesh.shape) != dict(plan.mesh(kind="abstract").shape):
+        what = "is not the plan's."
+        planned = f"plan: {plan.mesh(kind='abstract')}"
+        fix = "mesh=plan.mesh(kind=..., device=...), or other sizes in the plan"
+        raise ShardingError(message(f"make_train_step: mesh {mesh}", what, planned, fix=fix))
+    return TrainStep(loss_fn, optimizer, plan, init, axes, mesh, donate, check, deterministic)
 
 
 @dataclass(frozen=True, eq=False)

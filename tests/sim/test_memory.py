@@ -193,9 +193,9 @@ def test_zero_3_holds_one_layer_at_a_time(measure: Any) -> None:
 
 
 def init_program(case: Case) -> Program:
-    """The program that draws the state, parameters and moments, where it will stay."""
+    """The program that draws the parameters where they will stay."""
     train = case.train()
-    draw = pfx.jit(train._fresh_state, mesh=train.mesh, out_specs=train.state_specs)
+    draw = pfx.jit(case.init, mesh=train.mesh, out_specs=train.state_specs.params)
     return draw.lower(pfx.random.key(0))
 
 

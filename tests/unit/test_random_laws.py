@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -58,16 +57,6 @@ def test_both_kernels_of_the_hash_agree(data: st.DataObject) -> None:
         words = torch.ops.pfx.threefry(key, counts)
         assert (words.shape, words.dtype) == ((*shape, 2), torch.uint32)
         assert torch.equal(words, threefry.threefry_torch(key, counts))
-
-
-def test_bits_are_fast() -> None:
-    def seconds() -> float:
-        start = time.process_time()
-        random.bits(KEY, (1 << 20,))
-        return time.process_time() - start
-
-    words_per_second = (1 << 20) / min(seconds() for _ in range(5))
-    assert words_per_second > 15e6  # 30e6 is promised, 70e6 was seen; slow machines may halve it
 
 
 # Under transforms and traces.

@@ -35,13 +35,13 @@ class Args:
 
     text: Path | None = None
     """A text file; None: the documentation of the Python standard library."""
-    steps: int = 240
+    steps: int = 500
     batch: int = 8
     seq: int = 128
     embed: int = 192
     layers: int = 4
     heads: int = 8
-    lr: float = 2e-3
+    lr: float = 1.5e-3
     dp: int = 4
     tp: int = 2
     zero: int = 3

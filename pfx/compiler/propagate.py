@@ -175,6 +175,9 @@ class _Sweeps:
         where = f"constrain at {node.meta.get('source') or 'an unknown line'}: the value"
         if isinstance(spec, str):
             if self.context.names is None:
+                self.context.note(
+                    f"constrain(x, {spec!r}): jit has no names=, so it constrains nothing"
+                )
                 return self.layouts[node.args[0]].whole()  # type: ignore[index]
             spec = self.named(spec, shape)
         return effective(layout_of(spec, shape, self.mesh, where), self.mesh)

@@ -244,3 +244,11 @@ def test_the_plans_mesh_may_live_elsewhere() -> None:
     step = step_of(plan, mesh=plan.mesh(kind="abstract"))
     program = step.lower(torch.ones(4, 4))
     assert program.mesh.kind == "abstract" and math.prod(program.mesh.shape.values()) == 8
+
+
+def test_a_logical_constraint_without_names_is_reported() -> None:
+    step = pfx.jit(lambda x: pfx.constrain(x, "batch embed") * 2, mesh=pfx.make_mesh(dp=2))
+    program = step.lower(torch.ones(4, 3))
+    assert program.report == [
+        "constrain(x, 'batch embed'): jit has no names=, so it constrains nothing"
+    ]

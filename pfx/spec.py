@@ -82,6 +82,14 @@ class Layout:
         """The same layout once its partial sums have been reduced."""
         return Layout(self.dims)
 
+    def stacked(self) -> Layout:
+        """The layout of a stack of such values on a new, whole dim 0."""
+        return replace(self, dims=((), *self.dims))
+
+    def sliced(self) -> Layout:
+        """The layout of one slice along dim 0."""
+        return replace(self, dims=self.dims[1:])
+
     def text(self, shape: Sequence[int], dtype: torch.dtype) -> str:
         """Print a sharded value the one way: ``f32[8/dp, 128, 256/tp]+tp``.
 

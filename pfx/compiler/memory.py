@@ -129,8 +129,7 @@ def _made(instr: Compute | Reshard, out: Value, env: dict[int, _Storage], mesh: 
 
 def _loop(instr: LoopInstr, env: dict[int, _Storage], heap: _Heap, mesh: Mesh) -> None:
     """Two iterations stand for all: the first starts from the operands, the second from itself."""
-    c, x = instr.num_carry, instr.num_xs
-    body = instr.body
+    c, body = instr.num_carry, instr.body
     carry = [heap.hold(env[v.number]) for v in instr.ins[:c]]
     rest = [env[v.number] for v in instr.ins[c:]]
     ys: list[_Storage] = []
@@ -146,7 +145,6 @@ def _loop(instr: LoopInstr, env: dict[int, _Storage], heap: _Heap, mesh: Mesh) -
         _drop_all(inner.values(), heap)
     for value, storage in zip(instr.outs, [*carry, *ys], strict=True):
         env[value.number] = storage
-    assert x >= 0
 
 
 def _drop_all(storages: Iterable[_Storage], heap: _Heap) -> None:

@@ -152,15 +152,9 @@ class _Emitter:
                 dims = (*lead, *(axes or () for axes in wish)) if wish else ((),) * len(layout.dims)
                 layout = Layout(dims)
             ins.append(self.at(operand, layout, node, "an operand of the loop"))  # type: ignore[arg-type]
-            inner = (
-                Layout(layout.dims[1:], layout.partial, layout.reduce) if c <= i < c + x else layout
-            )
-            body_inputs.append(inner)
+            body_inputs.append(layout.sliced() if c <= i < c + x else layout)
         outs_layout = decision.results
-        body_outs = [
-            *outs_layout[:c],
-            *(Layout(k.dims[1:], k.partial, k.reduce) for k in outs_layout[c:]),
-        ]
+        body_outs = [*outs_layout[:c], *(layout.sliced() for layout in outs_layout[c:])]
         body = partition(loop.body.module, decision.body, body_inputs, body_outs, self.context)
         outs = tuple(
             self.new(fake, layout, role)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -265,7 +265,7 @@ class _Sweeps:
         c, x = loop.num_carry, loop.num_xs
         wishes = self.result_wishes(node)
         y_wishes = [_unstacked(w) for w in wishes[c:]]
-        xs = [Layout(h.dims[1:], h.partial, h.reduce, h.free, h.zero) for h in have[c : c + x]]
+        xs = [layout.sliced() for layout in have[c : c + x]]
         consts = have[c + x :]
         carries = list(have[:c])
         nothing: list[Layout | None] = [None] * len(y_wishes)
@@ -291,8 +291,8 @@ class _Sweeps:
             graph, [*carries, *xs, *consts], [*([None] * c), *y_wishes], [*carries, *nothing],
             self.context, c,
         )  # fmt: skip
-        ys = [_stacked(_kept(out)) for out in body.outputs[c:]]
-        operands = (*carries, *(_stacked(k) for k in xs), *consts)
+        ys = [_kept(out).stacked() for out in body.outputs[c:]]
+        operands = (*carries, *(k.stacked() for k in xs), *consts)
         return Decision({}, operands, (*carries, *ys), body)
 
     # Backward -----------------------------------------------------------------------------------
@@ -350,10 +350,6 @@ def _count_readers(graph: torch.fx.Graph, outs: Sequence[Node]) -> dict[Node, in
     for node in outs:
         counts[node] += 1
     return counts
-
-
-def _stacked(layout: Layout) -> Layout:
-    return replace(layout, dims=((), *layout.dims))
 
 
 def _unstacked(wish: Wish) -> Wish:

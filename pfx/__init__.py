@@ -1,14 +1,15 @@
 """pfx: training at any scale as pure functions on PyTorch."""
 
-# Where things live.
-# Primitives and transforms.
+# Transforms.
 from torch.func import grad as grad
 from torch.func import hessian as hessian
 from torch.func import jacfwd as jacfwd
 from torch.func import jacrev as jacrev
 from torch.func import jvp as jvp
 from torch.func import vjp as vjp
-from torch.func import vmap as vmap
+
+# Collectives, inside `shard_map`.
+from pfx import lax as lax
 
 # Pure libraries.
 from pfx import optim as optim
@@ -25,15 +26,24 @@ from pfx.api import device_put as device_put
 from pfx.api import eval_shape as eval_shape
 from pfx.api import jit as jit
 from pfx.array import Array as Array
+
+# Existing torch modules as pure functions.
+from pfx.interop import from_module as from_module
 from pfx.lax import constrain as constrain
+from pfx.lax import custom_vjp as custom_vjp
 from pfx.lax import remat as remat
 from pfx.lax import scan as scan
+from pfx.lax import vmap as vmap
 from pfx.mesh import Mesh as Mesh
 from pfx.mesh import make_mesh as make_mesh
 
 # Training.
 from pfx.plan import Plan as Plan
 from pfx.spec import P as P
+
+# Write the function of one device by hand.
+from pfx.spmd import shard_map as shard_map
 from pfx.train import TrainState as TrainState
 from pfx.train import TrainStep as TrainStep
 from pfx.train import make_train_step as make_train_step
+from pfx.transforms import value_and_grad as value_and_grad

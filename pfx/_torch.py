@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _force_original_view_tracking as _replay_views
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
@@ -51,6 +52,7 @@ class TensorMeta:
     dtype: torch.dtype
     device: str = "cpu"
     stride: tuple[int, ...] | None = None
+    variance: Any = None  # what it is along each axis of a manual region, see `pfx.lax.variance`
 
     @staticmethod
     def of(value: Any) -> TensorMeta:
@@ -78,6 +80,8 @@ class Traced:
         return self.module.graph
 
 
+VarianceOf = Callable[[torch.Tensor], Any]
+
 # The innermost running trace of this thread of execution; never read outside a trace.
 _INNERMOST: contextvars.ContextVar[_Lift | None] = contextvars.ContextVar("trace", default=None)
 
@@ -89,13 +93,27 @@ def base_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+class Wrapper(torch.Tensor):
+    """A tensor without memory of its own; subclasses say what an op does in `__torch_dispatch__`."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls: type[Wrapper], like: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+
+
 class _Lift(TorchFunctionMode):
     """Replaces tensors foreign to a trace by inputs of its graph, and notes source lines."""
 
-    def __init__(self, tracer: Any, fake_mode: FakeTensorMode) -> None:
+    def __init__(
+        self, tracer: Any, fake_mode: FakeTensorMode, outer: _Lift | None, variance_of: VarianceOf
+    ) -> None:
         super().__init__()
-        self.tracer = tracer
-        self.fake_mode = fake_mode
+        self.tracer, self.fake_mode = tracer, fake_mode
+        self.outer, self.variance_of = outer, variance_of
         self.captured: list[torch.Tensor] = []
         self.stand_ins: dict[int, torch.Tensor] = {}
         self.source: str | None = None  # None: look at the Python stack
@@ -112,21 +130,23 @@ class _Lift(TorchFunctionMode):
         if has_proxy_slot(base_tensor(value), self.tracer):
             return value
         if id(value) not in self.stand_ins:
-            with _bare():
-                self.stand_ins[id(value)] = self._stand_in(value)
+            self.stand_ins[id(value)] = self._stand_in(value)
             self.captured.append(value)  # also keeps the id alive
         return self.stand_ins[id(value)]
 
     def _stand_in(self, value: torch.Tensor) -> torch.Tensor:
-        fake = fake_tensor(TensorMeta.of(value), self.fake_mode)
-        proxy = self.tracer.create_proxy("placeholder", f"captured_{len(self.captured)}", (), {})
-        proxy.node.meta["val"] = fake
-        track_tensor_tree(fake, proxy, constant=None, tracer=self.tracer)
+        variance = self.variance_of(value)
+        with _bare():
+            fake = fake_tensor(TensorMeta.of(value), self.fake_mode)
+            name = f"captured_{len(self.captured)}"
+            proxy = self.tracer.create_proxy("placeholder", name, (), {})
+            proxy.node.meta |= {"val": fake, "variance": variance}
+            track_tensor_tree(fake, proxy, constant=None, tracer=self.tracer)
         return fake
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _INNERMOST.get() is not self or _reads_meta(func):
+        if _INNERMOST.get() is not self or reads_meta(func):
             return func(*args, **kwargs)
         if func is torch.autograd.grad:  # backward nodes have no line of their own
             with source_line(""):
@@ -154,7 +174,7 @@ _VIEW_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 _META_METHODS = frozenset({"size", "stride", "dim", "numel", "is_floating_point", "is_complex"})
 
 
-def _reads_meta(func: Any) -> bool:
+def reads_meta(func: Any) -> bool:
     """Tell a property such as ``shape`` from a call that computes something."""
     getter = getattr(func, "__self__", None)
     if func.__name__ == "__get__":
@@ -229,21 +249,30 @@ def _adopting_transforms() -> Iterator[None]:
             setattr(module, name, wrap)
 
 
-def trace(fn: Callable[..., Sequence[Any]], inputs: Sequence[Any]) -> Traced:
+def trace(
+    fn: Callable[..., Sequence[Any]],
+    inputs: Sequence[Any],
+    variance_of: VarianceOf = lambda tensor: None,
+) -> Traced:
     """Trace ``fn(*tensors) -> sequence of tensors`` from the metas of `inputs`.
 
     The trace is independent of whatever surrounds it: tensors that `fn` closed over, real or
     belonging to an enclosing trace or transform, become the trailing inputs of the graph and are
-    returned in `Traced.captured`.
+    returned in `Traced.captured`. Inputs keep the variance of their metas, captured tensors that
+    which `variance_of` finds.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=False)
     lifts: list[_Lift] = []
+    outer = _INNERMOST.get()
 
     def run(*args: torch.Tensor) -> list[torch.Tensor]:
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
-        lift = _Lift(proxy_mode.tracer, mode)
+        lift = _Lift(proxy_mode.tracer, mode, outer, variance_of)
         lifts.append(lift)
+        for value, arg in zip(inputs, args, strict=False):
+            node = get_proxy_slot(arg, lift.tracer).proxy.node
+            node.meta["variance"] = getattr(value, "variance", None)
         token = _INNERMOST.set(lift)
         try:
             with lift, _adopting_transforms():
@@ -305,9 +334,25 @@ def _lift_literals(module: torch.fx.GraphModule) -> list[torch.Tensor]:
     return lifted
 
 
+def node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
+    """The node that stands for a tensor in a running trace, innermost first; None outside one."""
+    base, lift = base_tensor(tensor), _INNERMOST.get()
+    while lift is not None:
+        if has_proxy_slot(base, lift.tracer):
+            return get_proxy_slot(base, lift.tracer).proxy.node
+        lift = lift.outer
+    return None
+
+
 def is_tracing() -> bool:
     """Tell whether a `trace` is running."""
     return _INNERMOST.get() is not None
+
+
+def level() -> tuple[int, int]:
+    """Where the running transform is: which trace, and how many transforms deep in it."""
+    depth = _functorch.maybe_current_level()
+    return id(_INNERMOST.get()), depth or 0
 
 
 def is_transforming() -> bool:
@@ -348,6 +393,9 @@ def bind(
 ) -> tuple[torch.Tensor, ...]:
     """Record ``primitive(*operands)`` as one node of the running trace, or compute it outside one."""
     lift = _INNERMOST.get()
+    if lift is None and not operands:
+        with _bare():  # or what it makes would belong to the running transform
+            return primitive.compute()
     if lift is None:
         return primitive.compute(*operands)
     tracer, mode = lift.tracer, lift.fake_mode
@@ -377,6 +425,43 @@ def differentiated_here(tensors: Sequence[Any]) -> bool:
         and _functorch.maybe_get_level(t) == level
         for t in tensors
     )
+
+
+def derivative_level(tensors: Sequence[Any]) -> int | None:
+    """The level of the innermost transform that acts on `tensors`, if it is a reverse derivative.
+
+    None if that transform is a vmap, or if none acts on them; 0 for plain autograd. A tensor that
+    a derivative holds constant, and one with a tangent, belong to the levels below.
+    """
+    found = [_acting(t) for t in tensors if isinstance(t, torch.Tensor)]
+    level, reverse = max(found, default=(-1, False))
+    return level if reverse else None
+
+
+def _acting(tensor: torch.Tensor) -> tuple[int, bool]:
+    """The innermost level that maps or differentiates a tensor, and whether it differentiates."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_batchedtensor(tensor) or tensor.requires_grad:
+            return _functorch.maybe_get_level(tensor), not _functorch.is_batchedtensor(tensor)
+        tensor = _functorch.get_unwrapped(tensor)
+    reverse = tensor.requires_grad and torch.is_grad_enabled()
+    return 0 if reverse else -1, reverse
+
+
+def current_level() -> int:
+    """The level of the innermost running transform of torch.func; 0 outside one."""
+    return _functorch.maybe_current_level() or 0
+
+
+@contextlib.contextmanager
+def inside_jvp(primals: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Give a static jvp its operands without their tangents, and forward mode to those around it.
+
+    torch calls a static jvp with forward mode off, and with operands that still carry the tangents
+    it is given. What an outer jvp pushes through the operands would then silently be lost.
+    """
+    with forward_ad._set_fwd_grad_enabled(True):
+        yield [forward_ad.unpack_dual(x).primal for x in primals]
 
 
 def decompositions(ops: Sequence[Any]) -> dict[Any, Callable[..., Any]]:

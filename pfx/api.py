@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from pfx import _torch, tree
 from pfx._torch import TensorMeta
-from pfx.array import Array
+from pfx.array import Array, own_parts
 from pfx.array import ShapeDtype as ShapeDtype
 from pfx.compiler.functional import ReadsValues, reads_values
 from pfx.compiler.lower import Lowered, lower
@@ -44,7 +44,8 @@ def device_put(value: Any, mesh: Mesh, specs: Any = None) -> Any:
         value: pytree of torch tensors (the global values; on a process mesh the same on every rank)
             or of Arrays, which are resharded.
         mesh: where to put them.
-        specs: pytree of `P`, or a prefix of one; None replicates.
+        specs: pytree of `P`, or a prefix of one; None replicates. Along an unreduced axis the first
+            device gets the value and the others zeros.
 
     Returns:
         The same pytree with `Array` leaves.
@@ -64,18 +65,22 @@ def device_put(value: Any, mesh: Mesh, specs: Any = None) -> Any:
         where = f"device_put: value{tree.path_string(path)}"
         if isinstance(leaf, Array):
             layout = layout_of(leaf.spec if spec is None else spec, leaf.shape, mesh, where)
-            out.append(resharded(leaf, layout))
+            moved = resharded(leaf, layout)
+            if moved is not leaf:  # a slice of it would be gone once it is donated
+                moved = replace(moved, parts=own_parts(moved.parts, leaf.parts))
+            out.append(moved)
             continue
         leaf = as_tensor(leaf, where)
         layout = layout_of(spec, leaf.shape, mesh, where)
-        parts = runtime.split(leaf, layout)
-        parts = _own(parts, any(part.data_ptr() == leaf.data_ptr() for part in parts))
+        parts = own_parts(runtime.split(leaf, layout), [leaf])
         out.append(Array(tuple(leaf.shape), leaf.dtype, mesh, layout, parts, runtime.coordinate))
     return tree.unflatten(treedef, out)
 
 
 def device_get(value: Any) -> Any:
     """Return the global torch tensors of a pytree of Arrays; on a process mesh, on every rank.
+
+    Unreduced Arrays are added up.
 
     >>> from pfx import P, make_mesh
     >>> device_get(device_put(torch.arange(4.), make_mesh(dp=2), P("dp")))
@@ -156,7 +161,14 @@ class Jitted:
         del leaves
         outs = compiled.run(ready)
         arrays = [
-            Array(v.shape, v.dtype, self.mesh, v.layout, _own(parts, shared), runtime.coordinate)
+            Array(
+                v.shape,
+                v.dtype,
+                self.mesh,
+                v.layout,
+                own_parts(parts, shared=shared),
+                runtime.coordinate,
+            )
             for v, parts, shared in zip(
                 compiled.program.outputs, outs, compiled.shared, strict=True
             )
@@ -304,11 +316,6 @@ class Jitted:
         return f"{self.name}: output{tree.path_string(path)}"
 
 
-def _own(parts: Sequence[torch.Tensor], shared: bool) -> tuple[torch.Tensor, ...]:  # noqa: FBT001
-    """The parts of a result, copied if their memory is also an argument's or another result's."""
-    return tuple(part.clone() for part in parts) if shared else tuple(parts)
-
-
 def jit(
     fn: Callable[..., Any],
     *,
@@ -331,7 +338,9 @@ def jit(
         mesh: the devices.
         in_specs: a tuple with a pytree of `P` (or a prefix) per argument. None: an Array keeps its
             own layout, a tensor is replicated.
-        out_specs: a pytree of `P` (or a prefix) for the result; None lets the compiler choose.
+        out_specs: a pytree of `P` (or a prefix) for the result; None lets the compiler choose, and
+            reduces. An unreduced result, ``P(unreduced="dp")``, stays a sum that the devices still
+            owe: gradients are so accumulated over calls, and reduced once where they are used.
         donate: positions of arguments whose memory the call may reuse; they are gone afterwards.
         strict: raise instead of reporting what had to be computed whole or left unsplit.
         check: simulated mesh only: compute every device's copy and assert equal ones bit-equal.

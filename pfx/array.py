@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,10 @@ class ShapeDtype:
 
 @dataclass(frozen=True)
 class Shard:
-    """One part of an array: which devices hold it, where it lies, and its data."""
+    """One part of an array: which devices hold it, where it lies, and its data.
+
+    Along an unreduced axis the data are addends of what lies there.
+    """
 
     coordinate: Mapping[str, int]
     index: tuple[slice, ...]
@@ -125,6 +128,24 @@ def _only_holds(what: str) -> TraceError:
     )
 
 
+def own_parts(
+    parts: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = (), *, shared: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """The parts of a new array, copied if they lie in memory that is not theirs alone.
+
+    An array may be donated, and its parts overwritten.
+
+    Args:
+        others: tensors whose memory they may lie in.
+        shared: that they are known to lie in others'.
+    """
+    memory = {part.untyped_storage().data_ptr() for part in parts}
+    taken = {other.untyped_storage().data_ptr() for other in others}
+    equal = len({part.data_ptr() for part in parts}) < len(parts)  # the same on several devices
+    shared = shared or equal or not taken.isdisjoint(memory)
+    return tuple(part.clone() for part in parts) if shared else tuple(parts)
+
+
 def assemble(
     shape: tuple[int, ...],
     dtype: torch.dtype,
@@ -132,11 +153,13 @@ def assemble(
     mesh: Mesh,
     parts: tuple[torch.Tensor, ...],
 ) -> torch.Tensor:
-    """Put the distinct parts of a value (row-major over its axes) together again."""
+    """Put the distinct parts of a value (row-major over its axes) together again, adding addends."""
     if len(parts) == 1:
         return parts[0].clone()  # the array's own memory may be donated, and overwritten, later
     out = torch.empty(shape, dtype=dtype, device=parts[0].device)
     for place, part in zip(distinct_coordinates(layout, mesh), parts, strict=True):
         assert part.shape == local_shape(shape, layout, mesh)
-        out[local_slices(shape, layout, mesh, place)] = part
+        here = out[local_slices(shape, layout, mesh, place)]
+        first = all(place[axis] == 0 for axis in layout.partial)
+        here.copy_(part) if first else here.add_(part)
     return out

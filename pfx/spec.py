@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,13 +28,26 @@ class P(tuple):
     A spec may be shorter than the rank; the dims it does not mention are whole. Several axes on one
     dim split it row-major in the order given (jax.sharding.PartitionSpec).
 
+    Attributes:
+        unreduced: axes along which the devices hold addends, whose sum is the value.
+        reduced: axes along which the value is the same, and its cotangent unreduced: a distinction
+            that only `pfx.shard_map` makes.
+
     >>> P("dp", None, ("tp", "cp"))
     P('dp', None, ('tp', 'cp'))
+    >>> P("tp", unreduced="dp")
+    P('tp', unreduced=('dp',))
     """
 
-    __slots__ = ()
+    unreduced: Axes
+    reduced: Axes
 
-    def __new__(cls, *entries: str | Sequence[str] | None) -> P:
+    def __new__(
+        cls,
+        *entries: str | Sequence[str] | None,
+        unreduced: str | Iterable[str] = (),
+        reduced: str | Iterable[str] = (),
+    ) -> P:
         for entry in entries:
             axes = entry if type(entry) in (tuple, list) else (entry,)
             if entry is not None and not all(isinstance(axis, str) for axis in axes or ()):
@@ -43,23 +56,71 @@ class P(tuple):
                         "P:", f"{entry!r} is not an axis name.", fix='P("dp", None, ("tp", "cp"))'
                     )
                 )
-        return super().__new__(
+        spec = super().__new__(
             cls, tuple(e if isinstance(e, str) or e is None else tuple(e) for e in entries)
         )
+        spec.unreduced, spec.reduced = _names(unreduced), _names(reduced)
+        return spec
+
+    def with_dims(self, *dims: str | Sequence[str] | None) -> P:
+        """The spec with other dims and the same unreduced and reduced axes."""
+        return P(*dims, unreduced=self.unreduced, reduced=self.reduced)
+
+    @property
+    def dual(self) -> P:
+        """The spec of a cotangent: addends along an axis have the same cotangent, and conversely.
+
+        >>> P("tp", unreduced="dp").dual
+        P('tp', reduced=('dp',))
+        """
+        return P(*self, unreduced=self.reduced, reduced=self.unreduced)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        """What makes two specs equal: a plain tuple where no axis is unreduced or reduced."""
+        entries = tuple(self)
+        if not self.unreduced and not self.reduced:
+            return entries
+        return entries, frozenset(self.unreduced), frozenset(self.reduced)
+
+    def __eq__(self, other: object) -> bool:
+        return self._key == (other._key if isinstance(other, P) else other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     def __repr__(self) -> str:
-        return f"P({', '.join(repr(entry) for entry in self)})"
+        entries = [repr(entry) for entry in self]
+        named = {"unreduced": self.unreduced, "reduced": self.reduced}
+        return f"P({', '.join(entries + [f'{k}={axes}' for k, axes in named.items() if axes])})"
 
-    def __reduce__(self) -> Any:
-        return P, tuple(self)
+    def __getnewargs_ex__(self) -> Any:
+        return tuple(self), {"unreduced": self.unreduced, "reduced": self.reduced}
+
+
+def _names(axes: str | Iterable[str]) -> Axes:
+    """The axes given to `unreduced=` or `reduced=`; a set has no order of its own."""
+    if isinstance(axes, (set, frozenset)):
+        axes = sorted(axes)
+    if isinstance(axes, str):
+        return (axes,)
+    if isinstance(axes, (tuple, list)) and all(isinstance(axis, str) for axis in axes):
+        return tuple(axes)
+    raise ShardingError(
+        message("P:", f"{axes!r} does not name axes.", fix='P("tp", unreduced=("dp",))')
+    )
 
 
 @dataclass(frozen=True)
 class Layout:
     """The exact placement of one tensor: the axes of each dim, and the axes it is partial over.
 
-    `free` marks a value that any device can make for itself in any layout (zeros, an arange);
-    `zero` one that is all zeros, and so also a valid partial sum.
+    Inside a manual region the parts along its `varying` axes are unrelated values: each device has
+    one of the given shape. `free` marks a value that any device can make for itself in any layout
+    (zeros, an arange); `zero` one that is all zeros, and so also a valid partial sum.
     """
 
     dims: tuple[Axes, ...]
@@ -67,20 +128,22 @@ class Layout:
     reduce: str = "sum"
     free: bool = False
     zero: bool = False
+    varying: Axes = ()
 
     @property
     def axes(self) -> Axes:
         """Every axis along which the devices' parts differ."""
-        return (*(axis for dim in self.dims for axis in dim), *self.partial)
+        return (*(axis for dim in self.dims for axis in dim), *self.partial, *self.varying)
 
     @property
     def spec(self) -> P:
-        """This layout as a spec (the partial axes are not part of one)."""
-        return P(*(None if not d else d[0] if len(d) == 1 else d for d in self.dims))
+        """This layout as a spec, which can say of partial values that they are sums."""
+        dims = (None if not d else d[0] if len(d) == 1 else d for d in self.dims)
+        return P(*dims, unreduced=self.partial if self.reduce == "sum" else ())
 
     def whole(self) -> Layout:
         """The same layout once its partial sums have been reduced."""
-        return Layout(self.dims)
+        return Layout(self.dims, varying=self.varying)
 
     def stacked(self) -> Layout:
         """The layout of a stack of such values on a new, whole dim 0."""
@@ -91,7 +154,7 @@ class Layout:
         return replace(self, dims=self.dims[1:])
 
     def text(self, shape: Sequence[int], dtype: torch.dtype) -> str:
-        """Print a sharded value the one way: ``f32[8/dp, 128, 256/tp]+tp``.
+        """Print a sharded value the one way: ``f32[8/dp, 128, 256/tp]+tp``, with ``~tp`` if varying.
 
         >>> Layout((("dp",), ()), ("tp",)).text((8, 4), torch.float32)
         'f32[8/dp, 4]+tp'
@@ -101,7 +164,8 @@ class Layout:
         )
         owed = "".join(f"+{axis}" for axis in self.partial)
         kind = "" if self.reduce == "sum" or not self.partial else f"({self.reduce})"
-        return f"{dtype_name(dtype)}[{dims}]{owed}{kind}"
+        own = "".join(f"~{axis}" for axis in self.varying)
+        return f"{dtype_name(dtype)}[{dims}]{owed}{kind}{own}"
 
 
 def effective(layout: Layout, mesh: Mesh) -> Layout:
@@ -114,7 +178,12 @@ def effective(layout: Layout, mesh: Mesh) -> Layout:
     if all(mesh.shape[axis] > 1 for axis in layout.axes):
         return layout
     real = lambda axes: tuple(axis for axis in axes if mesh.shape[axis] > 1)
-    return replace(layout, dims=tuple(map(real, layout.dims)), partial=real(layout.partial))
+    return replace(
+        layout,
+        dims=tuple(map(real, layout.dims)),
+        partial=real(layout.partial),
+        varying=real(layout.varying),
+    )
 
 
 def replicated(ndim: int) -> Layout:
@@ -189,7 +258,7 @@ def layout_of(spec: Any, shape: Sequence[int], mesh: Mesh, where: str = "") -> L
                 "has fewer dims than its spec.",
                 f"{spec} has {len(spec)} entries; the shape {tuple(shape)} has {len(shape)} dims.",
                 f"mesh: {mesh}",
-                fix=f"use {P(*spec[: len(shape)])}",
+                fix=f"use {spec.with_dims(*spec[: len(shape)])}",
             )
         )
     entries = [(e,) if isinstance(e, str) else tuple(e or ()) for e in spec]
@@ -198,12 +267,12 @@ def layout_of(spec: Any, shape: Sequence[int], mesh: Mesh, where: str = "") -> L
     for dim, (size, axes) in enumerate(zip(shape, entries, strict=True)):
         if size % mesh.count(axes):
             raise ShardingError(_indivisible(spec, dim, size, axes, mesh, where))
-    return Layout(tuple(entries))
+    return Layout(tuple(entries), mesh.ordered(spec.unreduced))
 
 
 def _check_axes(spec: P, entries: Sequence[Axes], mesh: Mesh, where: str) -> None:
     seen: set[str] = set()
-    for axis in (axis for entry in entries for axis in entry):
+    for axis in (axis for entry in (*entries, spec.unreduced, spec.reduced) for axis in entry):
         if axis not in mesh.shape:
             raise ShardingError(
                 message(
@@ -219,12 +288,18 @@ def _check_axes(spec: P, entries: Sequence[Axes], mesh: Mesh, where: str) -> Non
                 message(
                     where,
                     f"uses the axis {axis!r} twice.",
-                    f"spec: {spec}; an axis can split one dim only.",
+                    f"spec: {spec}; {_once(spec, axis)}",
                     f"mesh: {mesh}",
                     fix=f"drop one {axis!r} from this spec",
                 )
             )
         seen.add(axis)
+
+
+def _once(spec: P, axis: str) -> str:
+    if axis in spec.unreduced + spec.reduced:
+        return "an axis splits one dim, is unreduced, or is reduced."
+    return "an axis can split one dim only."
 
 
 def _indivisible(spec: P, dim: int, size: int, axes: Axes, mesh: Mesh, where: str) -> str:
@@ -235,7 +310,8 @@ def _indivisible(spec: P, dim: int, size: int, axes: Axes, mesh: Mesh, where: st
     return message(
         where,
         "cannot be split.",
-        f"{spec} puts dim {dim} (size {size}) on axis {named}; {size} % {n} = {size % n}.",
+        f"{spec} puts dim {dim} (size {size}) on axis {named}.",
+        f"{size} % {n} = {size % n}: it is not evenly divisible.",
         f"mesh: {mesh}",
         fix=f"make dim {dim} a multiple of {n} ({sizes}), or drop "
         f"{', '.join(map(repr, axes))} from this spec.",
@@ -268,6 +344,18 @@ def local_slices(
         start = mesh.index(coordinate, axes) * size
         parts.append(slice(start, start + size))
     return tuple(parts)
+
+
+def part_of(
+    tensor: torch.Tensor, layout: Layout, mesh: Mesh, coordinate: Coordinate
+) -> torch.Tensor:
+    """The part of a global tensor for the device at `coordinate`; a view, or the zeros of a sum.
+
+    Of a partial sum the first device along its axes has the value.
+    """
+    part = tensor[local_slices(tensor.shape, layout, mesh, coordinate)]
+    first = all(coordinate[axis] == 0 for axis in layout.partial)
+    return part if first else torch.zeros_like(part)
 
 
 def distinct_coordinates(layout: Layout, mesh: Mesh) -> Iterator[dict[str, int]]:

@@ -53,8 +53,12 @@ class Chooser:
         flow: Flow = Flow(),
         *,
         wish_first: bool = False,
+        busy: Axes = (),
     ) -> Choice:
-        """Of the ways to merge what operands and wishes propose, the one that disturbs least."""
+        """Of the ways to merge what operands and wishes propose, the one that disturbs least.
+
+        No factor is split over a `busy` axis.
+        """
         given = [
             self.proposal(dims, layout.dims)
             for dims, layout in zip(self.rule.operands, have, strict=True)
@@ -66,7 +70,7 @@ class Chooser:
             if wish is not None and dims
         ]
         proposals = [p for p in ([*wished, *given] if wish_first else [*given, *wished]) if p]
-        choices = [self.choice(a, flow) for a in self.candidates(proposals, flow.axes)]
+        choices = [self.choice(a, flow) for a in self.candidates(proposals, (*flow.axes, *busy))]
         return min(choices, key=lambda choice: self.score(choice, proposals, have, wishes))
 
     def proposal(self, dims: Dims, axes_of_dims: Sequence[Axes | None]) -> Assignment:

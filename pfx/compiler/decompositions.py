@@ -172,6 +172,8 @@ def _torch_decompositions() -> dict[Any, Callable[..., Any]]:
 
 def decomposition_of(target: Any) -> Callable[..., Any] | None:
     """The function that an op is replaced by, or None if the op stays."""
+    if getattr(target, "inlined", False):  # a primitive that is what it computes
+        return target.compute
     packet = getattr(target, "overloadpacket", None)
     own = _DECOMPOSED.get(target) or _DECOMPOSED.get(packet)
     return own or (_torch_decompositions().get(target) if packet in _TORCH_DECOMPOSED else None)

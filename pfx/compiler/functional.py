@@ -19,6 +19,8 @@ def check_pure(module: torch.fx.GraphModule, where: str) -> None:
     for node in module.graph.nodes:
         if isinstance(node.target, Loop):
             check_pure(node.target.body.module, where)
+        elif getattr(node.target, "inlined", False):
+            check_pure(node.target.primal.module, where)  # type: ignore[union-attr]
         elif isinstance(node.target, OpOverload):
             _check_random(node, where)
 

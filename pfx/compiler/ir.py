@@ -79,7 +79,7 @@ class Reshard:
     @property
     def communicates(self) -> bool:
         """Tell a collective from a local slice."""
-        return self.move.kind not in ("slice", "own")
+        return self.move.communicates
 
 
 @dataclass(frozen=True, eq=False)

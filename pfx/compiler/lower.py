@@ -11,6 +11,7 @@ import torch
 from pfx import _torch
 from pfx.compiler.functional import check_pure
 from pfx.compiler.loops import outputs_of, prune_loops, sink_constraints
+from pfx.compiler.manual import settle
 from pfx.compiler.partition import partition
 from pfx.compiler.passes import bucket_collectives
 from pfx.compiler.program import Program
@@ -63,7 +64,8 @@ def lower(
     module = simplify(module)
     sink_constraints(module.graph)
     prune_loops(module.graph)
-    context = Context(mesh, names, rules or {})
+    manual = settle(module.graph)
+    context = Context(mesh, names, rules or {}, manual=manual)
     captured = [Layout(((),) * tensor.ndim) for tensor in traced.captured]
     asked_in = [*in_layouts, *captured]
     asked_out = list(out_layouts([node.meta["val"] for node in outputs_of(module.graph)]))

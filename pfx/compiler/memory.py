@@ -115,7 +115,7 @@ def _walk(
 def _made(instr: Compute | Reshard, out: Value, env: dict[int, _Storage], mesh: Mesh) -> _Storage:
     """The storage of a result: the operand's own for a view, new otherwise."""
     if isinstance(instr, Reshard):
-        views = instr.move.kind == "slice" or mesh.count(instr.move.axes) == 1
+        views = instr.move.kind in ("slice", "cast") or instr.move.moves_nothing(mesh)
         if views:
             return env[instr.ins[instr.outs.index(out)].number]
         role = "gathered copies" if instr.move.kind == "all_gather" else out.role or "activations"

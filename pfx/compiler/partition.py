@@ -17,13 +17,19 @@ import torch.fx
 from pfx.compiler.choose import Choice
 from pfx.compiler.ir import Compute, Instr, LoopInstr, Reshard, Value, values_in
 from pfx.compiler.loops import outputs_of, placeholders
+from pfx.compiler.manual import Name, after, move_of, names_of_results
 from pfx.compiler.program import Program
 from pfx.compiler.propagate import Context, Decision, Solution
-from pfx.compiler.reshard import plan_moves
+from pfx.compiler.reshard import Move, plan_moves
 from pfx.compiler.rule import Call, Local, Rule, operand_nodes, result_values
+from pfx.lax.boundary import Boundary
+from pfx.lax.collective import Collective
 from pfx.lax.constrain import Constraint
+from pfx.lax.index import AxisIndex
 from pfx.lax.scan import Loop
-from pfx.spec import Layout
+from pfx.lax.variance import node_variance
+from pfx.mesh import Mesh
+from pfx.spec import Axes, Layout
 
 Node = torch.fx.Node
 
@@ -36,7 +42,12 @@ def partition(
     context: Context,
 ) -> Program:
     """Emit the program of a graph whose inputs and outputs have the given layouts."""
-    return _Emitter(module, solution, context).run(inputs, outputs)
+    emitter = _Emitter(module, solution, context)
+    places = placeholders(module.graph)
+    values = [
+        emitter.new(node.meta["val"], layout) for node, layout in zip(places, inputs, strict=True)
+    ]
+    return emitter.run(values, outputs)
 
 
 class _Emitter:
@@ -47,15 +58,16 @@ class _Emitter:
         self.mesh = context.mesh
         self.instrs: list[Instr] = []
         self.values: dict[Node, Value] = {}
-        self.moved: dict[tuple[int, Layout], Value] = {}
+        self.moved: dict[Any, Value] = {}
         self.free: dict[Node, Rule] = {}
         self.count = 0
 
-    def run(self, inputs: Sequence[Layout], outputs: Sequence[Layout]) -> Program:
+    def run(
+        self, inputs: Sequence[Value], outputs: Sequence[Layout], own: Sequence[Axes] = ()
+    ) -> Program:
+        """Emit everything; output i has parts of its own along the axes ``own[i]`` at least."""
         graph = self.module.graph
-        places = placeholders(graph)
-        for node, layout in zip(places, inputs, strict=True):
-            self.values[node] = self.new(node.meta["val"], layout)
+        self.values = dict(zip(placeholders(graph), inputs, strict=True))
         for node in graph.nodes:
             if node.op == "get_attr":
                 self.constant(node)
@@ -65,13 +77,28 @@ class _Emitter:
             self.at(node, layout, node, "the layout of the output")
             for node, layout in zip(outputs_of(graph), outputs, strict=True)
         ]
-        values = [self.values[node] for node in places]
-        return Program(self.mesh, values, outs, self.instrs)
+        for i, axes in enumerate(own):
+            outs[i] = self.spread(outs[i], axes)
+        return Program(self.mesh, list(inputs), outs, self.instrs)
 
-    def new(self, like: Any, layout: Layout, role: str = "") -> Value:
-        """Number a new value."""
+    def new(self, fake: Any, layout: Layout, role: str = "", name: Name | None = None) -> Value:
+        """Number a new value; `name` says what the axes of a manual region are to it."""
         self.count += 1
-        return Value(self.count, tuple(like.shape), like.dtype, layout, role)
+        shape = tuple(fake.shape)
+        if name is not None:
+            shape, layout = name.shape(shape, self.mesh), name.full(layout, self.mesh)
+        return Value(self.count, shape, fake.dtype, layout, role)
+
+    def like(self, value: Value, *, row: bool = False, stack: int = 0, role: str = "") -> Value:
+        """Number a new value in the place of another, of a row of it, or of a stack of it."""
+        self.count += 1
+        shape, layout = value.shape, value.layout
+        if row:
+            varying = self.mesh.ordered((*layout.varying, *layout.dims[0]))
+            shape, layout = shape[1:], replace(layout.sliced(), varying=varying)
+        if stack:
+            shape, layout = (stack, *shape), layout.stacked()
+        return Value(self.count, shape, value.dtype, layout, role)
 
     def constant(self, node: Node) -> None:
         tensor = getattr(self.module, str(node.target))
@@ -90,6 +117,12 @@ class _Emitter:
             return
         if isinstance(node.target, Loop):
             self.loop(node, decision)
+            return
+        if isinstance(node.target, Boundary):
+            self.cross(node, decision)
+            return
+        if isinstance(node.target, Collective):
+            self.collective(node, decision)
             return
         rule = self.context.rule(node)
         if rule.free:
@@ -112,9 +145,12 @@ class _Emitter:
         args = _substitute(call.args, values)
         kwargs = _substitute(dict(call.kwargs), values)
         fakes = result_values(node)
+        names = self.names_of_results(node, rule, ready)
         outs = tuple(
-            self.new(fake, layout, role) if isinstance(fake, torch.Tensor) else None
-            for fake, layout, role in zip(fakes, decision.results, _roles(node), strict=True)
+            self.new(fake, layout, role, name) if isinstance(fake, torch.Tensor) else None
+            for fake, layout, role, name in zip(
+                fakes, decision.results, _roles(node), names, strict=True
+            )
         )
         ins = tuple(dict.fromkeys([*values_in(args), *values_in(kwargs)]))
         many = isinstance(node.meta["val"], (list, tuple))
@@ -132,7 +168,7 @@ class _Emitter:
             if value is None:
                 continue
             self.values[target] = value
-            kept = self.solution.layouts[target]
+            kept = self.named(target, value, self.solution.layouts[target])
             if kept != value.layout:
                 self.values[target] = self.move(
                     value, kept, target, "a partial sum with several readers"
@@ -144,7 +180,6 @@ class _Emitter:
         assert isinstance(decision, Decision) and decision.body is not None
         c, x = loop.num_carry, loop.num_xs
         ins: list[Value] = []
-        body_inputs: list[Layout] = []
         for i, (operand, layout) in enumerate(zip(node.args, decision.operands, strict=True)):
             if layout.free:
                 wish = decision.body.input_wishes[i]
@@ -152,13 +187,16 @@ class _Emitter:
                 dims = (*lead, *(axes or () for axes in wish)) if wish else ((),) * len(layout.dims)
                 layout = Layout(dims)
             ins.append(self.at(operand, layout, node, "an operand of the loop"))  # type: ignore[arg-type]
-            body_inputs.append(layout.sliced() if c <= i < c + x else layout)
+        own = [_own_axes(meta.variance, self.mesh) for meta in loop.body.in_metas[:c]]
+        ins[:c] = [self.spread(value, axes) for value, axes in zip(ins[:c], own, strict=True)]
+        inner = _Emitter(loop.body.module, decision.body, self.context)
+        body_ins = [inner.like(value, row=c <= i < c + x) for i, value in enumerate(ins)]
         outs_layout = decision.results
         body_outs = [*outs_layout[:c], *(layout.sliced() for layout in outs_layout[c:])]
-        body = partition(loop.body.module, decision.body, body_inputs, body_outs, self.context)
+        body = inner.run(body_ins, body_outs, own)
         outs = tuple(
-            self.new(fake, layout, role)
-            for fake, layout, role in zip(node.meta["val"], outs_layout, _roles(node), strict=True)
+            self.like(value, stack=loop.length if i >= c else 0, role=role)
+            for i, (value, role) in enumerate(zip(body.outputs, _roles(node), strict=True))
         )
         source = node.meta.get("source", "")
         self.instrs.append(
@@ -166,17 +204,85 @@ class _Emitter:
         )
         self.bind(node, outs)
 
+    # Manual regions -----------------------------------------------------------------------------
+
+    def own(self, node: Node) -> Axes:
+        """The axes along which the devices of a manual region have a value of their own."""
+        return _own_axes(node_variance(node), self.mesh) if self.context.manual else ()
+
+    def named(self, node: Node, value: Value, layout: Layout) -> Layout:
+        """The layout of a node's value that is `layout` but for the axes of a manual region."""
+        axes = self.own(node)
+        return Name.of(value.layout, axes).full(layout, self.mesh) if axes else layout
+
+    def names_of_results(
+        self, node: Node, rule: Rule, operands: Sequence[Value]
+    ) -> Sequence[Name | None]:
+        """What the axes of a manual region are to the results of a call."""
+        if isinstance(node.target, AxisIndex):
+            return [Name((), varying=node.target.axes)]
+        names = [
+            Name.of(value.layout, self.own(n))
+            for n, value in zip(operand_nodes(node), operands, strict=True)
+        ]
+        if not any(name.axes for name in names):
+            return [None] * len(rule.results)
+        return names_of_results(rule, names, self.mesh)
+
+    def cross(self, node: Node, decision: Choice) -> None:
+        """Enter or leave a manual region: the same tensors under another name."""
+        boundary: Boundary = node.target  # type: ignore[assignment]
+        reason = f"{boundary.__name__} shard_map as {boundary.layout.spec}"
+        value = self.at(node.args[0], decision.operands[0], node, reason)  # type: ignore[arg-type]
+        if not boundary.inward:
+            value = self.spread(value, boundary.layout.axes)
+            name = Name.of(value.layout, self.own(node))
+            shape = name.shape(tuple(node.meta["val"].shape), self.mesh)
+            layout = name.full(decision.results[0], self.mesh)
+            value = replace(value, shape=shape, layout=layout)
+        self.values[node] = value
+
+    def collective(self, node: Node, decision: Choice) -> None:
+        """Emit a hand-written collective."""
+        made: Collective = node.target  # type: ignore[assignment]
+        operand: Node = node.args[0]  # type: ignore[assignment]
+        reason = "an operand of a hand-written collective"
+        value = self.at(operand, decision.operands[0], node, reason)
+        name = after(made, Name.of(value.layout, self.own(operand)))
+        out = self.new(node.meta["val"], decision.results[0], node.meta.get("role", ""), name)
+        move = move_of(made, out.layout)
+        source, why = _source(node), f"{made.public_name} in shard_map"
+        self.instrs.append(Reshard(move, (value,), (out,), source, why, (move,)))
+        self.bind(node, [out])
+
+    def spread(self, value: Value, axes: Axes) -> Value:
+        """A value with parts of its own along `axes`."""
+        missing = tuple(axis for axis in axes if axis not in value.layout.axes)
+        if not missing:
+            return value
+        varying = self.mesh.ordered((*value.layout.varying, *missing))
+        layout = replace(value.layout, varying=varying)
+        move = Move("cast", missing, -1, -1, layout)
+        self.count += 1
+        out = replace(value, number=self.count, layout=layout)
+        self.instrs.append(Reshard(move, (value,), (out,), moves=(move,)))
+        return out
+
     # Moves --------------------------------------------------------------------------------------
 
     def at(self, node: Node, layout: Layout, reader: Node, reason: str) -> Value:
         """The value of a node in a layout, moved there if it is elsewhere."""
         if node in self.free:
             return self.materialize(node, layout)
-        return self.move(self.values[node], layout, reader, reason)
+        value = self.values[node]
+        return self.move(value, self.named(node, value, layout), reader, reason)
 
     def materialize(self, node: Node, layout: Layout) -> Value:
         """Make a free value (zeros, an arange) directly in a layout."""
         layout = Layout(layout.dims, layout.partial, layout.reduce)
+        if layout.partial and not self.free[node].zero:
+            whole = self.materialize(node, layout.whole())
+            return self.move(whole, layout, node, "a sum that is owed")
         key = (id(node), layout)
         if key not in self.moved:
             rule = self.free[node]
@@ -196,7 +302,7 @@ class _Emitter:
         """Bring a value to a layout by the planned moves, each remembered."""
         now = value
         for step in plan_moves(value.layout, layout):
-            key = (now.number, step.layout)
+            key = (now.number, now.shape, step.layout)
             if key not in self.moved:
                 out = replace(self.new(now, step.layout), role=now.role)
                 source = _source(reader)
@@ -204,6 +310,10 @@ class _Emitter:
                 self.moved[key] = out
             now = self.moved[key]
         return now
+
+
+def _own_axes(variance: Any, mesh: Mesh) -> Axes:
+    return mesh.ordered(tuple(variance.axes)) if variance else ()
 
 
 class _Constant:

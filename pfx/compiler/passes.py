@@ -15,7 +15,7 @@ from pfx.mesh import Mesh
 
 
 def bucket_collectives(block: Block, limit: int) -> None:
-    """Join collectives of one kind, axes and dtype into buckets of at most `limit` bytes, in place."""
+    """Join collectives of one kind, group and dtype into buckets of at most `limit` bytes, in place."""
     block.instrs = _bucketed(block.instrs, block.inputs, block.mesh, limit)
 
 
@@ -61,7 +61,8 @@ def _inside(instr: Instr, limit: int) -> Instr:
 
 
 def _key(instr: Reshard) -> tuple[object, ...]:
-    return instr.move.kind, instr.move.axes, instr.move.reduce, instr.ins[0].dtype
+    move = instr.move
+    return move.kind, move.axes, move.perm, move.groups, move.reduce, instr.ins[0].dtype
 
 
 def _ready_with(

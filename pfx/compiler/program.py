@@ -6,13 +6,14 @@ Nothing here runs; see `pfx.runtime`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from pfx._torch import OpOverload
 from pfx.compiler.bill import Collective, bill_of
-from pfx.compiler.ir import Block, Instr, LoopInstr, Reshard, Value
+from pfx.compiler.ir import Block, Instr, LoopInstr, Reshard
 from pfx.compiler.memory import Memory, memory_of
+from pfx.compiler.reshard import Move
 from pfx.spec import dtype_name
 
 
@@ -97,7 +98,7 @@ def _instr_lines(instr: Instr, indent: str) -> Iterator[str]:
         to = f" to {instr.move.to_dim}" if instr.move.to_dim >= 0 and len(instr.ins) == 1 else ""
         why = f"  # {instr.reason}" if instr.reason else ""
         ins = ", ".join(map(str, instr.ins))
-        op = f"{instr.move.kind}({ins}; {','.join(instr.move.axes)}{dim}{to})"
+        op = f"{instr.move.kind}({ins}; {','.join(instr.move.axes)}{_among(instr.move)}{dim}{to})"
         yield f"{indent}{outs} = {op}{why or note}{note[3:] and ' ' + note[3:] if why else ''}"
         return
     args = ", ".join(
@@ -109,6 +110,12 @@ def _instr_lines(instr: Instr, indent: str) -> Iterator[str]:
     yield f"{indent}{outs} = {target_name(instr.target)}({args}){at}{note}"
 
 
+def _among(move: Move) -> str:
+    """Who sends to whom, where it is not everyone to everyone."""
+    pairs = "".join(f" {source}>{to}" for source, to in move.perm)
+    return pairs + "".join(f" [{' '.join(map(str, group))}]" for group in move.groups)
+
+
 def _show(arg: Any) -> str:
     if isinstance(arg, (list, tuple)):
         return f"[{', '.join(map(_show, arg))}]"
@@ -116,7 +123,7 @@ def _show(arg: Any) -> str:
 
 
 def verify(program: Block) -> None:
-    """Assert that values are defined before they are read, once, and moves keep shapes."""
+    """Assert that values are defined before they are read, once, and moves make what they say."""
     known = {value.number for value in program.inputs}
     for instr in program.instrs:
         assert all(v.number in known for v in instr.ins), f"undefined operand: {instr}"
@@ -124,8 +131,11 @@ def verify(program: Block) -> None:
             assert out is None or out.number not in known, f"defined twice: {out}"
             known |= {out.number} if out is not None else set()
         if isinstance(instr, Reshard):
-            pairs: Sequence[tuple[Value, Value]] = list(zip(instr.ins, instr.outs, strict=True))
-            assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
+            moves = instr.moves or (instr.move,) * len(instr.ins)
+            for move, before, after in zip(moves, instr.ins, instr.outs, strict=True):
+                shape = move.local_shape(before.local_shape(program.mesh), program.mesh)
+                assert before.dtype == after.dtype, f"changes the dtype: {instr}"
+                assert shape == after.local_shape(program.mesh), f"makes another shape: {instr}"
         if isinstance(instr, LoopInstr):
             assert len(instr.ins) == len(instr.body.inputs)
             assert len(instr.outs) == len(instr.body.outputs)

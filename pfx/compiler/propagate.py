@@ -22,10 +22,12 @@ import torch.fx
 from pfx._torch import OpOverload
 from pfx.compiler.choose import Choice, Chooser, Flow
 from pfx.compiler.loops import outputs_of, placeholders
+from pfx.compiler.manual import boundary_layouts, busy_axes, without
 from pfx.compiler.names import spec_of_names
 from pfx.compiler.rule import Rule, operand_nodes
 from pfx.compiler.rules import find_rule
 from pfx.compiler.wishes import Wish, agreed, common, open_factors, opinion, reduced
+from pfx.lax.boundary import Boundary
 from pfx.lax.constrain import Constraint
 from pfx.lax.scan import Loop
 from pfx.mesh import Mesh
@@ -44,6 +46,7 @@ class Context:
     report: dict[str, None] = field(default_factory=dict)
     solved: dict[Any, Solution] = field(default_factory=dict)
     found: dict[Node, tuple[Rule, bool]] = field(default_factory=dict)
+    manual: bool = False  # there are manual regions, whose axes are not the compiler's to use
 
     def note(self, line: str) -> None:
         """Add a line to the report, once."""
@@ -155,6 +158,11 @@ class _Sweeps:
             self.decisions[node] = Choice({}, (target,), (target,))
             self.layouts[node] = target
             return
+        if isinstance(node.target, Boundary):
+            operand, result = boundary_layouts(node.target, self.layouts[node.args[0]])  # type: ignore[index]
+            self.decisions[node] = Choice({}, (operand,), (result,))
+            self.layouts[node] = result
+            return
         if isinstance(node.target, Loop):
             self.decisions[node] = self.decide_loop(node)
             return
@@ -194,7 +202,12 @@ class _Sweeps:
         if rule.free:
             free = tuple(Layout(((),) * len(d), free=True, zero=rule.zero) for d in rule.results)
             return Choice({}, (), free)
-        return self.chooser(node).best(have, wishes, self.flowing(node, rule, have))
+        flow = self.flowing(node, rule, have)
+        return self.chooser(node).best(have, wishes, flow, busy=self.busy(node))
+
+    def busy(self, node: Node) -> Axes:
+        """The axes that a manual region has taken at this node."""
+        return busy_axes(node, self.mesh) if self.context.manual else ()
 
     def chooser(self, node: Node) -> Chooser:
         """The chooser of a node, made once."""
@@ -261,7 +274,11 @@ class _Sweeps:
         """Find carries whose layouts the body keeps, then decide the body with them."""
         loop: Loop = node.target  # type: ignore[assignment]
         graph = loop.body.module.graph
-        have = [self.layouts[n] for n in node.args]  # type: ignore[index]
+        region = [meta.variance.axes if meta.variance else () for meta in loop.body.in_metas]
+        have = [
+            without(self.layouts[n], axes)  # type: ignore[index]
+            for n, axes in zip(node.args, region, strict=True)
+        ]
         c, x = loop.num_carry, loop.num_xs
         wishes = self.result_wishes(node)
         y_wishes = [_unstacked(w) for w in wishes[c:]]
@@ -278,8 +295,8 @@ class _Sweeps:
                 [*([None] * c), *nothing], self.context, c,
             )  # fmt: skip
             new = [
-                _next_carry(old, out, attempt)
-                for old, out in zip(carries, body.outputs[:c], strict=True)
+                _next_carry(old, without(out, own), attempt)
+                for old, out, own in zip(carries, body.outputs, region[:c], strict=False)
             ]
             if new == carries:
                 break
@@ -318,6 +335,8 @@ class _Sweeps:
         decision = self.decisions[node]
         if isinstance(node.target, Constraint):
             return [(node.args[0], decision.operands[0].dims)]  # type: ignore[list-item]
+        if isinstance(node.target, Boundary):
+            return [(node.args[0], _across(node.target, decision, self.wishes.get(node)))]  # type: ignore[list-item]
         if isinstance(node.target, Loop):
             assert isinstance(decision, Decision) and decision.body is not None
             c, x = node.target.num_carry, node.target.num_xs
@@ -333,12 +352,21 @@ class _Sweeps:
         # through take no axis, since the wish may be to scatter them.
         wishes = self.result_wishes(node)
         have = [self.layouts[n] for n in operand_nodes(node)]
-        assignment = self.chooser(node).best(have, wishes, wish_first=True).assignment
+        best = self.chooser(node).best(have, wishes, wish_first=True, busy=self.busy(node))
+        assignment = best.assignment
         may_split = open_factors(rule, wishes)
         return [
             (n, opinion(rule, dims, assignment, may_split, now))
             for n, dims, now in zip(operand_nodes(node), rule.operands, have, strict=True)
         ]
+
+
+def _across(boundary: Boundary, decision: Choice, wish: Wish) -> Wish:
+    """The wish for what crosses a boundary: for its blocks on the way in, for the rest on the way out."""
+    if boundary.inward or wish is None:
+        return decision.operands[0].dims
+    taken = {a for axes in boundary.dims for a in axes}
+    return tuple(axes and tuple(a for a in axes if a not in taken) for axes in wish)
 
 
 def _count_readers(graph: torch.fx.Graph, outs: Sequence[Node]) -> dict[Node, int]:

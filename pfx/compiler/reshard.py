@@ -8,20 +8,29 @@ an all-to-all; an axis that a dim loses is gathered, last.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+from pfx.lax.collective_math import Groups, Perm
 from pfx.mesh import Mesh
 from pfx.spec import Axes, Layout
+
+LOCAL = ("slice", "own", "cast")  # kinds of moves without communication
 
 
 @dataclass(frozen=True)
 class Move:
-    """One step: `kind` is slice, own, all_reduce, reduce_scatter, all_gather or all_to_all.
+    """One step: `kind` is one of `LOCAL`, or all_reduce, reduce_scatter, all_gather, all_to_all, permute.
 
     `dim` is the dim that gains (slice, reduce_scatter) or loses (all_gather, all_to_all) the axes;
     `to_dim` the one that gains them in an all_to_all. "own" turns a whole value into a partial sum
-    that only the first device of each group contributes to.
+    that only the first device of each group contributes to. "cast" is the part itself, under another
+    layout: values that are the same on several devices may from here on be counted per device.
+
+    Ranks number the devices along `axes`, row-major. `perm` has the (source, destination) ranks of a
+    permute; who is nobody's destination gets zeros. With `groups`, disjoint and equally large, ranks
+    communicate within theirs, in the order it lists them.
     """
 
     kind: str
@@ -30,6 +39,32 @@ class Move:
     to_dim: int
     layout: Layout  # after the move
     reduce: str = "sum"
+    perm: Perm = ()
+    groups: Groups = ()
+
+    @property
+    def communicates(self) -> bool:
+        """Tell a collective from what a device does alone."""
+        return self.kind not in LOCAL
+
+    def size(self, mesh: Mesh) -> int:
+        """The number of devices that communicate with each other."""
+        return len(self.groups[0]) if self.groups else mesh.count(self.axes)
+
+    def local_shape(self, before: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+        """The shape of a device's part after the move, from that before it."""
+        shape, n = list(before), self.size(mesh)
+        if self.kind in ("slice", "reduce_scatter"):
+            shape[self.dim] //= n
+        if self.kind in ("all_gather", "all_to_all"):
+            shape[self.dim] *= n
+        if self.kind == "all_to_all":
+            shape[self.to_dim] //= n
+        return tuple(shape)
+
+    def moves_nothing(self, mesh: Mesh) -> bool:
+        """Tell whether every device ends with its own part: it is alone, and sends to itself."""
+        return self.size(mesh) == 1 and (self.kind != "permute" or bool(self.perm))
 
 
 def _set(layout: Layout, dim: int, axes: Axes) -> Layout:
@@ -43,8 +78,9 @@ def _without(layout: Layout, axes: Axes) -> Layout:
 
 @functools.lru_cache(maxsize=65536)
 def plan_moves(source: Layout, target: Layout) -> tuple[Move, ...]:
-    """The moves that turn `source` into `target` (same rank)."""
+    """The moves that turn `source` into `target` (same rank, varying over the same axes)."""
     assert len(source.dims) == len(target.dims), (source, target)
+    assert set(source.varying) == set(target.varying), (source, target)
     moves: list[Move] = []
     now = source
 
@@ -104,10 +140,12 @@ def plan_moves(source: Layout, target: Layout) -> tuple[Move, ...]:
 
 def move_bytes(move: Move, before: Layout, numel: int, itemsize: int, mesh: Mesh) -> float:
     """Bytes one device sends in a move, by the ring algorithms' counts."""
-    n = mesh.count(move.axes)
+    n = move.size(mesh)
     local = numel / mesh.count([a for dim in before.dims for a in dim]) * itemsize
-    if move.kind in ("slice", "own") or n == 1:
+    if not move.communicates or n == 1:
         return 0.0
+    if move.kind == "permute":
+        return local
     if move.kind == "all_reduce":
         return 2 * local * (n - 1) / n
     if move.kind == "all_gather":

@@ -52,7 +52,7 @@ def _viewed(instr: Any, k: int) -> Value | None:
     if isinstance(instr, Compute):
         return instr.ins[0] if instr.ins and is_view(instr.target) else None
     if isinstance(instr, Reshard):
-        return instr.ins[k]  # a slice is a view, and a group of one moves nothing
+        return instr.ins[k]  # a slice or cast is a view, and a group of one moves nothing
     return instr.ins[k] if k < instr.num_carry else None  # a carry may come back untouched
 
 
@@ -86,7 +86,8 @@ def _fits(value: Value, instr: Compute) -> bool:
     return (
         same_form
         and value.layout.dims == out.layout.dims
-        and (set(value.layout.partial) == set(out.layout.partial))
+        and set(value.layout.partial) == set(out.layout.partial)
+        and set(value.layout.varying) == set(out.layout.varying)
     )
 
 

@@ -19,9 +19,13 @@ from pfx import _torch
 from pfx.compiler.decompositions import decomposition_of
 from pfx.compiler.views import tidy_views
 from pfx.lax.body import Body
+from pfx.lax.boundary import Boundary
+from pfx.lax.collective import Collective
 from pfx.lax.constrain import Constraint
+from pfx.lax.index import AxisIndex
 from pfx.lax.label import Label
 from pfx.lax.scan import Loop
+from pfx.lax.zeros import Zeros
 
 aten = torch.ops.aten
 
@@ -35,6 +39,8 @@ _LIKES: dict[Any, Any] = {
     aten._efficientzerotensor: 0, aten.full_like: None, aten.new_full: None,
     aten.scalar_tensor: None, aten.fill.Scalar: None,
 }  # fmt: skip
+# Primitives with one result: from here on their nodes have that value, no tuple of it.
+_SINGLE = (Constraint, Label, Collective, Boundary, AxisIndex, Zeros)
 _FILL_POSITION = {aten.full_like: 1, aten.new_full: 2, aten.scalar_tensor: 0, aten.fill: 1}
 
 
@@ -74,23 +80,27 @@ def _copy_into(
 def _rewrite(graph: torch.fx.Graph, node: torch.fx.Node, env: dict[Any, Any]) -> Any:
     target = node.target
     packet = getattr(target, "overloadpacket", None)
+    if packet is aten._to_copy and not isinstance(node.args[0], torch.fx.Node):
+        return _number(graph, node)  # a Python number that vmap made a tensor of
     if packet in _ALIASES or (packet is aten._to_copy and _is_identity(node)):
         return env[node.args[0]]
     if packet in _LIKES or target in _LIKES:
         return _filled(graph, node)
+    if isinstance(target, Zeros):
+        return _zeros(graph, node)
     decomposition = decomposition_of(target) if node.op == "call_function" else None
     if decomposition is not None:
         return _inline(graph, node, env, decomposition)
     if node.target is operator.getitem and isinstance(env.get(node.args[0]), (list, tuple)):
         return env[node.args[0]][node.args[1]]  # type: ignore[index]
-    if node.target is operator.getitem and isinstance(node.args[0].target, (Constraint, Label)):  # type: ignore[union-attr]
+    if node.target is operator.getitem and isinstance(node.args[0].target, _SINGLE):  # type: ignore[union-attr]
         return env[node.args[0]]
     if isinstance(target, Label):
         env[node.args[0]].meta["role"] = target.role
         return env[node.args[0]]
     new = graph.node_copy(node, lambda n: env[n])
-    if isinstance(target, Constraint):
-        new.meta["val"] = node.meta["val"][0]  # from here on a constraint has one value, no tuple
+    if isinstance(target, _SINGLE):
+        new.meta |= {"val": node.meta["val"][0], "variance": None}
     if isinstance(target, Loop):
         new.target = replace(target, body=simplified_body(target.body), backward=None)
     return new
@@ -110,7 +120,23 @@ def _filled(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
     value = node.meta["val"]
     options = {"dtype": value.dtype, "device": value.device}
     new = graph.call_function(aten.full.default, (list(value.shape), fill), options)
+    new.meta = {**node.meta, "variance": None}  # it no longer comes from an operand
+    return new
+
+
+def _number(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
+    value = node.meta["val"]
+    options = {"dtype": value.dtype, "device": value.device}
+    new = graph.call_function(aten.full.default, ([], node.args[0]), options)
     new.meta = dict(node.meta)
+    return new
+
+
+def _zeros(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
+    (value,) = node.meta["val"]
+    options = {"dtype": value.dtype, "device": value.device}
+    new = graph.call_function(aten.full.default, (list(value.shape), 0), options)
+    new.meta = {**node.meta, "val": value, "variance": None}
     return new
 
 

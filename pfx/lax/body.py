@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,8 @@ import torch.fx
 from pfx import _torch
 from pfx._torch import OpOverload, TensorMeta
 from pfx.lax.functionalize import functionalize
+from pfx.lax.local import variance_of
+from pfx.lax.variance import node_variance
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,27 +58,67 @@ def is_differentiable(meta: Any) -> bool:
     return meta.dtype.is_floating_point or meta.dtype.is_complex
 
 
+def owned(
+    outs: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Clone what an autograd.Function may not return: an operand, or what overlaps itself.
+
+    torch lays a tangent out as its primal is, which fails where an expanded primal overlaps itself.
+    """
+    return tuple(
+        out.clone() if any(out is x for x in operands) or _overlaps(out) else out for out in outs
+    )
+
+
+def _overlaps(x: torch.Tensor) -> bool:
+    return any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True))
+
+
 def trace_body(
     fn: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[Any]
 ) -> tuple[Body, list[torch.Tensor]]:
     """Trace `fn`; returns its body and the closed-over tensors that became trailing inputs."""
-    traced = _torch.trace(fn, inputs)
+    traced = _torch.trace(fn, [meta_of(value) for value in inputs], variance_of)
     return _body(functionalize(traced, "the body of a scan or remat")), traced.captured
 
 
+def meta_of(value: Any) -> TensorMeta:
+    """The form of a value, with what it is along the axes of a manual region."""
+    if isinstance(value, TensorMeta):
+        return value
+    return replace(TensorMeta.of(value), variance=variance_of(value))
+
+
 def _body(module: torch.fx.GraphModule) -> Body:
-    """Wrap a graph; its views become reshapes, since a slice of a stack has strides of its own."""
-    for node in module.graph.nodes:
-        if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
+    """Wrap a graph, with every op in the form that can be run on slices and differentiated again.
+
+    A view becomes a reshape, since a slice of a stack has strides of its own. Forward mode leaves
+    zeros that hold no memory, and dead ops on the meta device that nothing differentiates.
+    """
+    for node in reversed(module.graph.nodes):
+        node.target = _REPLAYABLE.get(node.target, node.target)
+        if isinstance(node.target, OpOverload) and not node.users:
+            module.graph.erase_node(node)
     module.recompile()
-    ins = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-    outs = [n.meta["val"] for n in _outputs(module.graph)]
-    return Body(module, _metas(ins), _metas(outs))
+    ins = [node for node in module.graph.nodes if node.op == "placeholder"]
+    return Body(module, _metas(ins), _metas(_outputs(module.graph)))
 
 
-def _metas(values: Sequence[Any]) -> tuple[TensorMeta, ...]:
-    return tuple(TensorMeta.of(value) for value in values)
+_REPLAYABLE: dict[Any, Any] = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default,
+}
+
+
+def _metas(nodes: Sequence[torch.fx.Node]) -> tuple[TensorMeta, ...]:
+    return tuple(
+        replace(TensorMeta.of(node.meta["val"]), variance=node_variance(node)) for node in nodes
+    )
+
+
+def cotangent_meta(meta: TensorMeta) -> TensorMeta:
+    """The form of a value's cotangent."""
+    return replace(meta, variance=meta.variance and meta.variance.dual)
 
 
 def _outputs(graph: torch.fx.Graph) -> list[torch.fx.Node]:
@@ -106,6 +148,26 @@ def vjp_of(body: Body) -> Callable[..., list[torch.Tensor]]:
     return run
 
 
+def jvp_of(body: Body, moving: Sequence[int]) -> Callable[..., list[torch.Tensor]]:
+    """Return ``(inputs, tangents of the inputs moving) -> tangents of the float outputs``."""
+    num = len(body.in_metas)
+    given = [i for i, meta in enumerate(body.out_metas) if is_differentiable(meta)]
+
+    def run(*args: torch.Tensor) -> list[torch.Tensor]:
+        inputs, tangents = args[:num], args[num:]
+
+        def of_moving(*values: torch.Tensor) -> Any:
+            full = list(inputs)
+            for i, value in zip(moving, values, strict=True):
+                full[i] = value
+            outs = _replay(body.module, full)
+            return tuple(outs[i] for i in given)
+
+        return list(torch.func.jvp(of_moving, tuple(inputs[i] for i in moving), tangents)[1])
+
+    return run
+
+
 def _replay(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run a graph node by node, keeping the source line of each node in the enclosing trace."""
     env: dict[torch.fx.Node, Any] = {}
@@ -127,7 +189,7 @@ def _replay(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> lis
 
 def joint(body: Body) -> Body:
     """Trace the vjp of a body: inputs + cotangents -> outputs + input cotangents."""
-    cotangents = [meta for meta in body.out_metas if is_differentiable(meta)]
+    cotangents = [cotangent_meta(meta) for meta in body.out_metas if is_differentiable(meta)]
     traced = _torch.trace(vjp_of(body), [*body.in_metas, *cotangents])
     assert not traced.captured
     return _body(functionalize(traced, "the gradient of a body"))
@@ -203,6 +265,7 @@ def _extract(
     graph = torch.fx.Graph()
     env: dict[torch.fx.Node, torch.fx.Node] = {}
     for i, node in enumerate(inputs):
+        node_variance(node)
         env[node] = graph.placeholder(f"in_{i}")
         env[node].meta = dict(node.meta)
     needed = _ancestors(outputs, set(inputs))

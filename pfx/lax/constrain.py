@@ -10,6 +10,7 @@ import torch
 from pfx import _torch, tree
 from pfx._torch import TensorMeta
 from pfx.errors import ShardingError, message, user_line
+from pfx.lax.spmd_axis import spmd_axis
 from pfx.spec import P, spec_leaves
 
 Spec = P | str
@@ -36,9 +37,9 @@ class Constraint:
         """The constraint of the cotangent."""
         return Constraint(self.grad_spec, self.spec)
 
-    def batched(self) -> Constraint:
-        """The constraint of a value with one more leading dim, left whole."""
-        return Constraint(_lead(self.spec), _lead(self.grad_spec))
+    def batched(self, axis: str | None) -> Constraint:
+        """The constraint of a value with one more leading dim: whole, or split over `axis`."""
+        return Constraint(_lead(self.spec, axis), _lead(self.grad_spec, axis))
 
     def sliced(self) -> Constraint | None:
         """The constraint of one slice along dim 0, or None if dim 0 is split."""
@@ -48,14 +49,16 @@ class Constraint:
         return Constraint(specs[0], specs[1])
 
 
-def _lead(spec: Spec) -> Spec:
-    return f"_ {spec}" if isinstance(spec, str) else P(None, *spec)
+def _lead(spec: Spec, axis: str | None) -> Spec:
+    if isinstance(spec, str):
+        return f"_ {spec}"
+    return spec.with_dims(axis, *spec)
 
 
 def _unlead(spec: Spec) -> Spec | None:
     if isinstance(spec, str):
         return spec.split(" ", 1)[1] if " " in spec else ""
-    return None if spec and spec[0] else P(*spec[1:])
+    return None if spec and spec[0] else spec.with_dims(*spec[1:])
 
 
 class _Constrain(torch.autograd.Function):
@@ -73,7 +76,9 @@ class _Constrain(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, constraint: Constraint, x: torch.Tensor) -> tuple[Any, int]:
-        return _torch.apply(_Constrain, constraint.batched(), x.movedim(in_dims[1], 0)), 0
+        return _torch.apply(
+            _Constrain, constraint.batched(spmd_axis()), x.movedim(in_dims[1], 0)
+        ), 0
 
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -103,7 +108,9 @@ def constrain(x: Any, spec: Any, *, grad_spec: Any = None) -> Any:
     out = []
     for leaf, one, grad in zip(leaves, specs, grads, strict=True):
         _check_rank(leaf, one)
-        constraint = Constraint(one, one if grad is None else grad)
+        if grad is None:
+            grad = one.dual if isinstance(one, P) else one
+        constraint = Constraint(one, grad)
         out.append(_torch.apply(_Constrain, constraint, leaf))
     return tree.unflatten(treedef, out)
 

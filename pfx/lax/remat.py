@@ -8,35 +8,55 @@ from typing import Any
 import torch
 
 from pfx import _torch, tree
+from pfx._torch import TensorMeta
 from pfx.errors import message
-from pfx.lax.body import Body, is_differentiable, trace_body, vjp_of
+from pfx.lax.body import Body, is_differentiable, jvp_of, owned, trace_body, vjp_of
 
 
 class _Remat(torch.autograd.Function):
     @staticmethod
     def forward(body: Body, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outs = body(*operands)
-        return tuple(out.clone() if any(out is x for x in operands) else out for out in outs)
+        return owned(body(*operands), operands)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.body, *operands = inputs
         ctx.save_for_backward(*operands)
+        ctx.save_for_forward(*operands)
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[out for out in output if not is_differentiable(out)])
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         body, operands = ctx.body, ctx.saved_tensors
-        given = [c for c, m in zip(cotangents, body.out_metas, strict=True) if is_differentiable(m)]
+        pairs = zip(cotangents, body.out_metas, strict=True)
+        given = [_or_zeros(c, meta) for c, meta in pairs if is_differentiable(meta)]
         with _torch.recomputing():
             pulled = iter(vjp_of(body)(*operands, *given)[len(body.out_metas) :])
         return (None, *(next(pulled) if is_differentiable(x) else None for x in operands))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        # A remat of its own: what the tangents are computed from is not saved either. It also goes
+        # through the Function because torch has outer forward levels switched off here.
+        body, operands = ctx.body, ctx.saved_tensors
+        moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+        operands = [*operands, *(tangents[i] for i in moving)]
+        pushing, captured = trace_body(jvp_of(body, moving), operands)
+        pushed = iter(_torch.apply(_Remat, pushing, *operands, *captured))
+        return tuple(next(pushed) if is_differentiable(m) else None for m in body.out_metas)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, body: Body, *operands: Any) -> tuple[Any, Any]:
         mapped = torch.func.vmap(lambda *a: tuple(body(*a)), tuple(in_dims[1:]))  # type: ignore[arg-type]
         batched, captured = trace_body(lambda *args: list(mapped(*args)), operands)
         return _torch.apply(_Remat, batched, *operands, *captured), (0,) * len(body.out_metas)
+
+
+def _or_zeros(cotangent: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor:
+    if cotangent is not None:
+        return cotangent
+    return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
 
 
 def remat(fn: Callable[..., Any], *, policy: str = "full") -> Callable[..., Any]:

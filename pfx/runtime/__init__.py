@@ -12,7 +12,7 @@ from pfx.compiler.program import Program
 from pfx.errors import MeshError, message
 from pfx.mesh import Mesh
 from pfx.runtime.simulated import Simulated
-from pfx.spec import Layout, distinct_coordinates, local_slices
+from pfx.spec import Layout, distinct_coordinates, part_of
 
 Parts = list[torch.Tensor]
 
@@ -61,7 +61,7 @@ class SimulatedRuntime:
         places = list(distinct_coordinates(layout, self.mesh))
         if len(places) == 1:
             return [tensor]
-        return [tensor[local_slices(tensor.shape, layout, self.mesh, p)].clone() for p in places]
+        return [part_of(tensor, layout, self.mesh, place).clone() for place in places]
 
     def join(
         self, shape: Sequence[int], dtype: Any, layout: Layout, parts: Sequence[Any]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pfx.compiler.ir import Block, Compute, Instr, LoopInstr, Reshard, last_uses
+from pfx.lax.collective_math import Groups
 from pfx.mesh import Coordinate
 from pfx.runtime.local import local_call
 from pfx.runtime.moves import prepare_collective, prepare_local
@@ -25,7 +26,7 @@ class Executor:
         self,
         program: Block,
         coordinate: Coordinate,
-        group: Callable[[Axes], Group],
+        group: Callable[[Axes, Groups], Group],
         *,
         deterministic: bool,
     ) -> None:
@@ -68,13 +69,15 @@ class Executor:
 
     def reshard(self, instr: Reshard) -> Run:
         """One collective for a whole bucket."""
-        axes = instr.move.axes
-        size = self.mesh.count(axes)
-        if size == 1:
+        move = instr.move
+        size = move.size(self.mesh)
+        if move.moves_nothing(self.mesh):
             return list
+        if size == 1:
+            return lambda parts: [torch.zeros_like(part) for part in parts]
         if not instr.communicates:
-            return prepare_local(instr, self.mesh.index(self.coordinate, axes), size)
-        group = self.group(axes)
+            return prepare_local(instr, self.mesh.index(self.coordinate, move.axes), size)
+        group = self.group(move.axes, move.groups)
         return prepare_collective(instr, self.mesh, group, deterministic=self.deterministic)
 
     def loop(self, instr: LoopInstr) -> Run:

@@ -11,8 +11,8 @@ import torch
 
 from pfx.compiler.ir import Reshard
 from pfx.compiler.reshard import Move
+from pfx.lax.collective_math import alone
 from pfx.mesh import Mesh
-from pfx.runtime import collectives
 from pfx.runtime.reduction import Group, Reduction
 
 Parts = list[torch.Tensor]
@@ -27,14 +27,15 @@ def prepare_local(instr: Reshard, rank: int, size: int) -> Run:
         rank: this device's place among the `size` that differ only along the move's axes.
     """
     moves = instr.moves or (instr.move,) * len(instr.ins)
-    return _each([_LOCAL[move.kind](move, rank, size) for move in moves])
+    runs = [alone(move.kind, dim=move.dim, size=size) for move in moves]
+    return lambda parts: [run(part, rank) for run, part in zip(runs, parts, strict=True)]
 
 
 def prepare_collective(instr: Reshard, mesh: Mesh, group: Group, *, deterministic: bool) -> Run:
     """A function of a bucket's parts on this device, in the order of `instr.ins`.
 
     Args:
-        group: this device's group along the move's axes.
+        group: the devices that this one communicates with.
         deterministic: add in group order, as the simulated mesh does, bit for bit.
     """
     moves = instr.moves or (instr.move,) * len(instr.ins)
@@ -50,10 +51,6 @@ def prepare_collective(instr: Reshard, mesh: Mesh, group: Group, *, deterministi
     return runs[0][0] if len(runs) == 1 else _spread(runs, len(moves))
 
 
-def _each(runs: Sequence[Callable[[torch.Tensor], torch.Tensor]]) -> Run:
-    return lambda parts: [run(part) for run, part in zip(runs, parts, strict=True)]
-
-
 def _spread(runs: Sequence[tuple[Run, list[int]]], count: int) -> Run:
     """Run each bucket of one dtype on its own members."""
 
@@ -66,19 +63,6 @@ def _spread(runs: Sequence[tuple[Run, list[int]]], count: int) -> Run:
 
     return run
 
-
-# Without communication
-
-
-def _slice(move: Move, rank: int, size: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda part: collectives.take(part, move.dim, rank, size)
-
-
-def _own(move: Move, rank: int, size: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    return (lambda part: part) if rank == 0 else torch.zeros_like
-
-
-_LOCAL = {"slice": _slice, "own": _own}
 
 # One collective for a whole bucket
 
@@ -153,11 +137,30 @@ def _all_to_all(
     return run
 
 
+def _permute(
+    moves: Sequence[Move], shapes: Sequence[Shape], group: Group, reduction: Reduction
+) -> Run:
+    ranges, perm = _ranges(shapes), moves[0].perm
+
+    def run(parts: Parts) -> Parts:
+        flats = [part.reshape(-1) for part in parts]
+        got = group.permute(flats[0] if len(flats) == 1 else torch.cat(flats), perm)
+        if len(parts) == 1:
+            return [got.view(shapes[0])]
+        return [
+            got[start:stop].view(shape).clone()  # a view would keep the whole bucket alive
+            for shape, (start, stop) in zip(shapes, ranges, strict=True)
+        ]
+
+    return run
+
+
 _COLLECTIVES: dict[str, Callable[..., Run]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
+    "permute": _permute,
 }
 
 # Layouts of buffers

@@ -21,7 +21,7 @@ from pfx.runtime import device, process_start
 from pfx.runtime.executor import Executor
 from pfx.runtime.fingerprint import agree
 from pfx.runtime.process_group import group_of
-from pfx.spec import Layout, local_slices, replicated
+from pfx.spec import Layout, part_of, replicated
 
 Parts = list[torch.Tensor]
 
@@ -71,9 +71,8 @@ class ProcessRuntime:
         device.select(self.mesh.device, self.ranks.local)
         tensor = tensor.detach()
         if self.mesh.count(layout.axes) > 1:
-            tensor = tensor[
-                local_slices(tensor.shape, layout, self.mesh, self.ranks.coordinate(self.mesh))
-            ].clone()
+            here = self.ranks.coordinate(self.mesh)
+            tensor = part_of(tensor, layout, self.mesh, here).clone()
         return [tensor.to(self.mesh.device)]
 
     def join(
@@ -117,7 +116,7 @@ class _Prepared:
             where=where,
         )
         here, wait = runtime.ranks.coordinate(mesh), runtime.patience
-        group = lambda axes: group_of(mesh, axes, here, mesh.device, wait)
+        group = lambda axes, groups: group_of(mesh, axes, here, mesh.device, wait, groups)
         return Executor(self.program, here, group, deterministic=self.deterministic)
 
 

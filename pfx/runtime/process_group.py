@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pfx.errors import RuntimeMismatchError, message
+from pfx.lax.collective_math import Groups, Perm, team
 from pfx.mesh import Coordinate, Mesh
 from pfx.runtime.reduction import SMALL, Group
 from pfx.spec import Axes
@@ -25,15 +26,25 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _SMALL_GATHER = 1 << 16
 
 
-def group_of(mesh: Mesh, axes: Axes, coordinate: Coordinate, device: str, timeout: float) -> Group:
+def group_of(
+    mesh: Mesh,
+    axes: Axes,
+    coordinate: Coordinate,
+    device: str,
+    timeout: float,
+    groups: Groups = (),
+) -> Group:
     """This process's group along some axes: who differs from it only there, row-major in `axes`.
 
-    The first to ask for a group waits for its other members, so all must ask in the same order.
+    With `groups` of those, its own. The first to ask for a group waits for its other members, so
+    all must ask in the same order.
     """
-    members = [mesh.index({**coordinate, **along}) for along in mesh.coordinates(axes)]
+    everyone = [mesh.index({**coordinate, **along}) for along in mesh.coordinates(axes)]
+    ranks, place = team(groups, mesh.index(coordinate, axes), len(everyone))
+    members = [everyone[rank] for rank in ranks]
     handle = _handle(dist.group.WORLD, tuple(sorted(members)), timeout)
     kind = GlooGroup if device == "cpu" else NativeGroup
-    return kind(handle, members, mesh.index(coordinate, axes), f"{','.join(axes)} of {mesh}")
+    return kind(handle, members, place, f"{','.join(axes)} of {mesh}")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -81,6 +92,26 @@ class NativeGroup:
         self.call(dist.all_to_all_single, _bytes(got).view(-1), _bytes(rows).view(-1))
         return _ordered(got, self.to_ours)
 
+    def permute(self, mine: torch.Tensor, perm: Perm) -> torch.Tensor:
+        """(n,) of each member -> (n,): that of our source in `perm`, or zeros.
+
+        An exchange whose rows are mostly empty: all members take part, as NCCL wants it of the first
+        communication in a group, and a failure is one of all.
+        """
+        sends, gets = [0] * self.size, [0] * self.size  # bytes for and from each, in torch's order
+        for source, to in perm:
+            if source == self.rank:
+                sends[self.numbers[to]] = mine.nbytes
+            if to == self.rank:
+                gets[self.numbers[source]] = mine.nbytes
+        got = torch.empty_like(mine) if any(gets) else torch.zeros_like(mine)
+        if mine.numel():
+            exchange = functools.partial(
+                dist.all_to_all_single, output_split_sizes=gets, input_split_sizes=sends
+            )
+            self.run(exchange, _bytes(got)[: sum(gets)], _bytes(mine)[: sum(sends)])
+        return got
+
     def sum(self, mine: torch.Tensor) -> torch.Tensor:
         """The sum over members, in place."""
         self.call(dist.all_reduce, mine)
@@ -93,9 +124,12 @@ class NativeGroup:
         return mine
 
     def call(self, collective: Any, *tensors: torch.Tensor) -> None:
+        """Run one collective, unless there is nothing to move."""
+        if tensors[-1].numel():
+            self.run(collective, *tensors)
+
+    def run(self, collective: Any, *tensors: torch.Tensor) -> None:
         """Run one collective; its failure names the group."""
-        if not tensors[-1].numel():
-            return
         try:
             collective(*tensors, group=self.handle)
         except RuntimeError as error:

@@ -11,7 +11,8 @@ from typing import Protocol
 
 import torch
 
-from pfx.runtime import collectives
+from pfx.lax import collective_math
+from pfx.lax.collective_math import Perm
 
 # What every backend can sum. Sums of integers are the same in any order.
 INTEGERS = (torch.int32, torch.int64, torch.uint8, torch.int8)
@@ -21,7 +22,7 @@ SMALL = 1 << 20
 
 
 class Group(Protocol):
-    """The devices that differ only along a move's axes, row-major in the order of those axes.
+    """The devices that communicate in a move, in its order: row-major over its axes, or as grouped.
 
     A buffer of shape (members, n) holds one row per member, in that order.
     """
@@ -37,6 +38,10 @@ class Group(Protocol):
 
     def exchange(self, rows: torch.Tensor) -> torch.Tensor:
         """(members, n): row i is for member i -> (members, n): row i is from member i."""
+        ...
+
+    def permute(self, mine: torch.Tensor, perm: Perm) -> torch.Tensor:
+        """(n,) of each member -> (n,): that of our source in `perm`, or zeros."""
         ...
 
     def sum(self, mine: torch.Tensor) -> torch.Tensor:
@@ -55,7 +60,7 @@ class Reduction:
         self, group: Group, dtype: torch.dtype, reduce: str, *, deterministic: bool
     ) -> None:
         self.group = group
-        self.combine = collectives.combine(reduce)
+        self.combine = collective_math.combine(reduce)
         inexact_order = deterministic and group.size > 2  # a + b is b + a
         summable = INTEGERS if inexact_order else INTEGERS + FLOATS
         self.native = reduce == "sum" and dtype in summable

@@ -14,7 +14,7 @@ import torch
 
 from pfx.compiler.ir import Block, Compute, LoopInstr, Reshard, Value, last_uses
 from pfx.compiler.reshard import Move
-from pfx.runtime import collectives
+from pfx.lax import collective_math
 from pfx.runtime.local import local_call
 from pfx.runtime.step import Step
 
@@ -175,25 +175,28 @@ class Simulated:
         return lambda ins: [run(parts) for run, parts in zip(runs, ins, strict=True)]
 
     def prepare_move(self, move: Move, before: Value, after: Value) -> Callable[[Parts], Parts]:
-        places = self.places(self.varying(after))
-        own = [self.index_of(before, self.pad(place)) for place in places]
-        ranks = [self.mesh.index(self.pad(place), move.axes) for place in places]
+        """A function from the distinct parts of a value to those of the moved one."""
+        places = [self.pad(place) for place in self.places(self.varying(after))]
+        ranks = [self.mesh.index(place, move.axes) for place in places]
         size = self.mesh.count(move.axes)
-        if move.kind == "slice":
-            return lambda parts: [
-                collectives.take(parts[i], move.dim, rank, size)
-                for i, rank in zip(own, ranks, strict=True)
-            ]
-        if move.kind == "own":
-            return lambda parts: [
-                parts[i] if rank == 0 else torch.zeros_like(parts[i])
-                for i, rank in zip(own, ranks, strict=True)
-            ]
-        groups = [self.group(before, self.pad(place), move.axes) for place in places]
-        joint = _memoized(groups, collectives.JOINT[move.kind](move))
-        pick = collectives.PICK[move.kind](move, size)
+        if not move.communicates:
+            own = [self.index_of(before, place) for place in places]
+            alone = collective_math.alone(move.kind, dim=move.dim, size=size)
+            return lambda parts: [alone(parts[i], rank) for i, rank in zip(own, ranks, strict=True)]
+        teams = [collective_math.team(move.groups, rank, size) for rank in ranks]
+        everyone = [self.group(before, place, move.axes) for place in places]
+        groups = [
+            tuple(indices[member] for member in members)
+            for indices, (members, _) in zip(everyone, teams, strict=True)
+        ]
+        joint = _memoized(
+            groups, collective_math.joint(move.kind, dim=move.dim, reduce=move.reduce)
+        )
+        pick = collective_math.pick(
+            move.kind, dim=move.dim, to_dim=move.to_dim, size=move.size(self.mesh), perm=move.perm
+        )
         return lambda parts: [
-            pick(whole, rank) for whole, rank in zip(joint(parts), ranks, strict=True)
+            pick(whole, rank) for whole, (_, rank) in zip(joint(parts), teams, strict=True)
         ]
 
     def pad(self, place: Mapping[str, int]) -> dict[str, int]:
@@ -201,7 +204,7 @@ class Simulated:
         return {axis: place.get(axis, 0) for axis in self.mesh.axis_names}
 
     def group(self, before: Value, place: dict[str, int], axes: Sequence[str]) -> tuple[int, ...]:
-        """The parts of the members of a device's group, in group order."""
+        """The parts of the devices that differ from one at `place` only along `axes`, row-major."""
         return tuple(
             self.index_of(before, {**place, **member}) for member in self.mesh.coordinates(axes)
         )

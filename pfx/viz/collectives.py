@@ -18,7 +18,7 @@ OPS = {
     "reduce_scatter": fig.LIGHT[1],
     "all_reduce": fig.LIGHT[2],
     "all_to_all": fig.LIGHT[3],
-    "ppermute": fig.LIGHT[4],
+    "permute": fig.LIGHT[4],
 }
 Key = tuple[str, str]  # op, axes
 

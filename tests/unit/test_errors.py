@@ -90,7 +90,8 @@ jit(train): state.params['blocks']['w'] uses the axis 'dp' twice.
             P(None, "tp"),
             """\
 jit(train): state.params['blocks']['w'] cannot be split.
-  P(None, 'tp') puts dim 1 (size 6) on axis "tp" (size 4); 6 % 4 = 2.
+  P(None, 'tp') puts dim 1 (size 6) on axis "tp" (size 4).
+  6 % 4 = 2: it is not evenly divisible.
   mesh: dp=2 tp=4
   fix: make dim 1 a multiple of 4 (4 or 8), or drop 'tp' from this spec.""",
         ),
@@ -98,7 +99,8 @@ jit(train): state.params['blocks']['w'] cannot be split.
             P(None, ("dp", "tp")),
             """\
 jit(train): state.params['blocks']['w'] cannot be split.
-  P(None, ('dp', 'tp')) puts dim 1 (size 6) on axis "dp" (size 2) and "tp" (size 4); 6 % 8 = 6.
+  P(None, ('dp', 'tp')) puts dim 1 (size 6) on axis "dp" (size 2) and "tp" (size 4).
+  6 % 8 = 6: it is not evenly divisible.
   mesh: dp=2 tp=4
   fix: make dim 1 a multiple of 8 (8), or drop 'dp', 'tp' from this spec.""",
         ),

@@ -111,10 +111,77 @@ def test_a_spec_is_a_value_that_keeps_its_type() -> None:
         assert other == spec and isinstance(other, P)
 
 
+def test_unreduced_and_reduced_are_part_of_a_spec() -> None:
+    spec = P("x", None, unreduced=("dp",), reduced="tp")
+    assert (spec.unreduced, spec.reduced) == (("dp",), ("tp",))
+    assert repr(spec) == "P('x', None, unreduced=('dp',), reduced=('tp',))"
+    assert repr(P(unreduced="dp")) == "P(unreduced=('dp',))"
+    same = P("x", None, unreduced="dp", reduced=["tp"])
+    assert spec == same and hash(spec) == hash(same) and (spec != same) is False
+    for other in (P("x", None), P("x", None, unreduced="dp"), P("x", None, reduced="tp"),
+                  P("x", unreduced="dp", reduced="tp"), ("x", None)):  # fmt: skip
+        assert spec != other and other != spec and (spec == other) is False
+    assert P(unreduced="tp") != P(reduced="tp") != P()
+    for copied in (
+        *(pickle.loads(pickle.dumps(spec, protocol)) for protocol in range(6)),
+        copy.deepcopy(spec),
+        copy.copy(spec),
+    ):
+        assert copied == spec and isinstance(copied, P) and hash(copied) == hash(spec)
+    assert eval(repr(spec)) == spec
+    assert spec.dual == P("x", None, unreduced="tp", reduced="dp") and spec.dual.dual == spec
+    assert spec.with_dims(None, *spec) == P(None, "x", None, unreduced="dp", reduced="tp")
+
+
+def test_the_order_of_unreduced_axes_means_nothing() -> None:
+    assert P(unreduced=("a", "b")) == P(unreduced=("b", "a")) == P(unreduced={"a", "b"})
+    assert len({P(unreduced=("a", "b")), P(unreduced=("b", "a"))}) == 1
+    mesh = make_mesh(a=2, b=2)
+    assert layout_of(P(unreduced=("b", "a")), (3,), mesh) == Layout(((),), ("a", "b"))
+    assert layout_of(P(reduced=("b", "a")), (3,), mesh) == Layout(((),))
+
+
+def test_a_spec_without_them_is_the_tuple_it_was() -> None:
+    plain = ("x",)
+    assert P("x") == plain and plain == P("x") and hash(P("x")) == hash(plain)
+    assert P() == () and P("x", unreduced=()) == P("x") == P("x", reduced=[])
+    assert (P("x") != plain) is False and P("x") != ("y",)
+    assert {P("x"): 1}[("x",)] == 1  # type: ignore[index]
+
+
+@pytest.mark.parametrize("axes", [None, 3, ("dp", None), [("dp",)], P("dp", None)])
+def test_unreduced_names_axes(axes: Any) -> None:
+    for make in (lambda: P(unreduced=axes), lambda: P(reduced=axes)):
+        with pytest.raises(ShardingError) as caught:
+            make()
+        assert str(caught.value) == (
+            f'P: {axes!r} does not name axes.\n  fix: P("tp", unreduced=("dp",))'
+        )
+
+
 @given(placements())
 def test_layouts_and_specs_say_the_same(placement: tuple[Mesh, tuple[int, ...], Layout]) -> None:
     mesh, shape, layout = placement
     assert layout_of(layout.spec, shape, mesh) == layout
+    for count in range(len(mesh.axis_names)):
+        unused = [axis for axis in mesh.axis_names if axis not in layout.axes]
+        owed = Layout(layout.dims, tuple(unused[:count]))
+        assert layout_of(owed.spec, shape, mesh) == owed
+    assert Layout(((),), ("a",), "max").spec == P(None)
+
+
+def test_what_varies_stays_so() -> None:
+    layout = Layout((("a",), ()), ("b",), varying=("c",))
+    assert layout.axes == ("a", "b", "c")
+    assert layout.whole() == Layout((("a",), ()), varying=("c",))
+    assert layout.stacked() == Layout(((), ("a",), ()), ("b",), varying=("c",))
+    assert layout.stacked().sliced() == layout
+    mesh = make_mesh(a=2, b=2, c=1, d=3)
+    assert effective(layout, mesh) == Layout((("a",), ()), ("b",))
+    varying = Layout(((), ()), varying=("d", "a"))
+    assert local_shape((8, 6), varying, mesh) == (8, 6)
+    assert len(list(distinct_coordinates(varying, mesh))) == 6
+    assert layout.text((8, 4), torch.float32) == "f32[8/a, 4]+b~c"
 
 
 def test_a_short_spec_leaves_the_other_dims_whole() -> None:
@@ -207,7 +274,8 @@ def test_an_axis_of_size_1_is_kept_in_what_users_see_and_costs_nothing() -> None
             (4, 90),
             """\
 w cannot be split.
-  P(None, 'tp') puts dim 1 (size 90) on axis "tp" (size 4); 90 % 4 = 2.
+  P(None, 'tp') puts dim 1 (size 90) on axis "tp" (size 4).
+  90 % 4 = 2: it is not evenly divisible.
   mesh: dp=2 tp=4
   fix: make dim 1 a multiple of 4 (88 or 92), or drop 'tp' from this spec.""",
         ),
@@ -216,7 +284,8 @@ w cannot be split.
             (3,),
             """\
 w cannot be split.
-  P(('dp', 'tp')) puts dim 0 (size 3) on axis "dp" (size 2) and "tp" (size 4); 3 % 8 = 3.
+  P(('dp', 'tp')) puts dim 0 (size 3) on axis "dp" (size 2) and "tp" (size 4).
+  3 % 8 = 3: it is not evenly divisible.
   mesh: dp=2 tp=4
   fix: make dim 0 a multiple of 8 (8), or drop 'dp', 'tp' from this spec.""",
         ),
@@ -247,8 +316,35 @@ w uses the axis 'dp' twice.
   mesh: dp=2 tp=4
   fix: drop one 'dp' from this spec""",
         ),
+        (
+            P("dp", None, unreduced="tp"),
+            (4,),
+            """\
+w has fewer dims than its spec.
+  P('dp', None, unreduced=('tp',)) has 2 entries; the shape (4,) has 1 dims.
+  mesh: dp=2 tp=4
+  fix: use P('dp', unreduced=('tp',))""",
+        ),
+        (
+            P(unreduced="ep"),
+            (4,),
+            """\
+w names the unknown axis 'ep'.
+  spec: P(unreduced=('ep',))
+  mesh: dp=2 tp=4
+  fix: use one of 'dp', 'tp'""",
+        ),
+        (
+            P("dp", reduced="dp"),
+            (4,),
+            """\
+w uses the axis 'dp' twice.
+  spec: P('dp', reduced=('dp',)); an axis splits one dim, is unreduced, or is reduced.
+  mesh: dp=2 tp=4
+  fix: drop one 'dp' from this spec""",
+        ),
     ],
-    ids=["one axis", "two axes", "too long", "unknown", "twice"],
+    ids=["one axis", "two axes", "too long", "unknown", "twice", "long", "owed", "owed twice"],
 )
 def test_a_spec_that_does_not_fit(spec: P, shape: tuple[int, ...], text: str) -> None:
     with pytest.raises(ShardingError) as caught:
@@ -262,6 +358,8 @@ def test_a_sharded_value_prints_one_way() -> None:
     partial = Layout((("dp",),), ("tp",))
     assert partial.text((8,), torch.bfloat16) == "bf16[8/dp]+tp"
     assert Layout(((),), ("tp",), "max").text((8,), torch.int64) == "i64[8]+tp(max)"
+    manual = Layout(((), ()), varying=("tp",))
+    assert manual.text((8, 4), torch.float32) == "f32[8, 4]~tp"
 
 
 @pytest.mark.parametrize(

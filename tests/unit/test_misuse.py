@@ -109,7 +109,8 @@ jit(train): out_specs do not match the tree that they are for.
         ShardingError,
         """\
 jit(identity): output['a'][1] cannot be split.
-  P('tp') puts dim 0 (size 6) on axis "tp" (size 4); 6 % 4 = 2.
+  P('tp') puts dim 0 (size 6) on axis "tp" (size 4).
+  6 % 4 = 2: it is not evenly divisible.
   mesh: dp=2 tp=4
   fix: make dim 0 a multiple of 4 (4 or 8), or drop 'tp' from this spec.""",
     ),
@@ -166,7 +167,8 @@ jit(<lambda>): x is an Array, inside a transform or another jit.
         ShardingError,
         """\
 jit(identity): x cannot be split.
-  P('tp') puts dim 0 (size 6) on axis "tp" (size 4); 6 % 4 = 2.
+  P('tp') puts dim 0 (size 6) on axis "tp" (size 4).
+  6 % 4 = 2: it is not evenly divisible.
   mesh: dp=2 tp=4
   fix: make dim 0 a multiple of 4 (4 or 8), or drop 'tp' from this spec.""",
     ),

@@ -225,7 +225,7 @@ def test_every_device_is_in_exactly_one_block(
         (
             ((7, 2), P("dp"), MESH),
             pfx.errors.ShardingError,
-            ["{}: the shape (7, 2) cannot be split.", '(size 7) on axis "dp" (size 2); 7 % 2 = 1.'],
+            ["{}: the shape (7, 2) cannot be split.", '(size 7) on axis "dp" (size 2).'],
         ),
         (
             ((512,), P("x"), pfx.make_mesh(kind="abstract", x=512)),

@@ -1,12 +1,9 @@
 """pfx: training at any scale as pure functions on PyTorch."""
 
 # Transforms.
-from torch.func import grad as grad
 from torch.func import hessian as hessian
 from torch.func import jacfwd as jacfwd
 from torch.func import jacrev as jacrev
-from torch.func import jvp as jvp
-from torch.func import vjp as vjp
 
 # Collectives, inside `shard_map`.
 from pfx import lax as lax
@@ -46,4 +43,7 @@ from pfx.spmd import shard_map as shard_map
 from pfx.train import TrainState as TrainState
 from pfx.train import TrainStep as TrainStep
 from pfx.train import make_train_step as make_train_step
+from pfx.transforms import grad as grad
+from pfx.transforms import jvp as jvp
 from pfx.transforms import value_and_grad as value_and_grad
+from pfx.transforms import vjp as vjp

@@ -101,8 +101,25 @@ class Wrapper(torch.Tensor):
     @staticmethod
     def __new__(cls: type[Wrapper], like: torch.Tensor) -> Wrapper:
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=like.device,
         )
+
+
+def is_efficient_zero(tensor: torch.Tensor) -> bool:
+    """Tell the zeros of forward mode, which hold no memory."""
+    return tensor._is_zerotensor()
+
+
+def follow(op: Any, args: Sequence[Any]) -> None:
+    """Give a `Wrapper` the form that an op in place, such as ``squeeze_``, gave its parts."""
+    if torch.Tag.inplace_view in op.tags:
+        with torch._C._DisableTorchDispatch():
+            op(*args)
 
 
 class _Lift(TorchFunctionMode):
@@ -448,6 +465,20 @@ def _acting(tensor: torch.Tensor) -> tuple[int, bool]:
     return 0 if reverse else -1, reverse
 
 
+def alive(value: Any) -> Any:
+    """A tensor without the wrappers of transforms that have ended since it was saved."""
+    return _functorch.unwrap_if_dead(value) if isinstance(value, torch.Tensor) else value
+
+
+def is_innermost(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor belongs to the innermost running transform, or none runs."""
+    level = _functorch.maybe_current_level()
+    return level is None or (
+        _functorch.is_functorch_wrapped_tensor(tensor)
+        and _functorch.maybe_get_level(tensor) == level
+    )
+
+
 def current_level() -> int:
     """The level of the innermost running transform of torch.func; 0 outside one."""
     return _functorch.maybe_current_level() or 0
@@ -475,3 +506,8 @@ def fake_call(
     """Run an op on fake tensors: the form of its result, without memory."""
     with _bare(), mode:
         return op(*args, **kwargs)
+
+
+def mode_of(fake: Any) -> FakeTensorMode:
+    """The mode that a fake tensor belongs to."""
+    return fake.fake_mode

@@ -31,6 +31,7 @@ from pfx.compiler.signature import (
 from pfx.errors import ShardingError, message
 from pfx.lax.body import trace_body
 from pfx.lax.constrain import constrain
+from pfx.lax.region import current_region
 from pfx.mesh import Mesh
 from pfx.runtime import runtime_of
 from pfx.runtime.resharding import resharded
@@ -137,7 +138,7 @@ class Jitted:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         check_named(named, self.name)
-        if _torch.is_transforming():
+        if _torch.is_transforming() or current_region() is not None:
             return self._inlined(args)
         compiled = self._compiled(args)
         runtime = runtime_of(self.mesh)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from pfx.errors import MeshError, message
 
@@ -31,6 +32,9 @@ class Mesh:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", MappingProxyType(dict(self.axes)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mesh, (self.axes, self.kind, self.device)  # a view of a dict cannot be copied
 
     @property
     def axis_names(self) -> tuple[str, ...]:

@@ -76,6 +76,12 @@ class P(tuple):
         return P(*self, unreduced=self.reduced, reduced=self.unreduced)
 
     @property
+    def axes(self) -> Axes:
+        """Every axis named, in order."""
+        dims = (() if e is None else (e,) if isinstance(e, str) else e for e in self)
+        return (*(axis for dim in dims for axis in dim), *self.unreduced, *self.reduced)
+
+    @property
     def _key(self) -> tuple[Any, ...]:
         """What makes two specs equal: a plain tuple where no axis is unreduced or reduced."""
         entries = tuple(self)

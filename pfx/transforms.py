@@ -2,13 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from pfx import tree
+from pfx._torch import TensorMeta
 from pfx.errors import message
+from pfx.lax.body import meta_of
+from pfx.lax.local import variance_of
+from pfx.lax.variance import misplaced
+
+
+def grad(
+    fn: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,  # noqa: FBT001, FBT002
+) -> Callable[..., Any]:
+    """Return a function that computes the gradient of `fn`; torch.func.grad.
+
+    Inside a `shard_map`, the gradient with respect to a value that is the same on all devices is the
+    sum of the devices' gradients, and to a varying one each device's own (see `pfx.lax.pcast`).
+
+    Args:
+        fn: a pure function of pytrees of tensors that returns a scalar, or with `has_aux` a pair
+            of a scalar and any pytree.
+        argnums: the position of the argument to differentiate by, or a tuple of positions.
+        has_aux: whether `fn` returns (value, aux).
+
+    Raises:
+        TypeError: inside a `shard_map`, for a value that is reduced or unreduced.
+
+    >>> grad(torch.sin)(torch.tensor(0.0))
+    tensor(1.)
+    """
+
+    @functools.wraps(fn)
+    def checked(*args: Any, **named: Any) -> Any:
+        result = fn(*args, **named)
+        _check_state(result[0] if has_aux and isinstance(result, tuple) else result)
+        return result
+
+    return torch.func.grad(checked, argnums, has_aux)
+
+
+def _check_state(value: Any) -> None:
+    """Refuse a loss whose cotangent, which is all ones, would have to be addends or copies of them."""
+    variance = variance_of(value)
+    for state in ("reduced", "unreduced"):
+        for axis in sorted(getattr(variance, state)):
+            cast = f'pfx.lax.pcast(loss, {axis!r}, to="varying"), and its sum over the devices is meant'
+            fix = cast if state == "reduced" else f"pfx.lax.psum(loss, {axis!r})"
+            raise TypeError(
+                message("grad:", f"differentiates a value that is {state} over {axis!r}.", fix=fix)
+            )
 
 
 def value_and_grad(
@@ -48,6 +97,7 @@ def value_and_grad(
             given = dict(zip(places, tree.unflatten(treedef, values), strict=True))
             result = fn(*(given.get(i, arg) for i, arg in enumerate(args)), **named)
             value, aux = _pair(result, where) if has_aux else (result, None)
+            _check_state(value)
             aux_leaves, aux_def = tree.flatten(aux)
             rest[:] = [aux_def, [None if _is_tensor(x) else x for x in aux_leaves]]
             return _scalar(value, where), [x for x in aux_leaves if _is_tensor(x)]
@@ -63,6 +113,97 @@ def value_and_grad(
         return (value, aux), gradient
 
     return wrapped
+
+
+def jvp(
+    fn: Callable[..., Any],
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    has_aux: bool = False,
+) -> tuple[Any, ...]:
+    """Push tangents through a function: forward-mode differentiation, torch.func.jvp on any tree.
+
+    Args:
+        fn: a pure function of pytrees of float tensors.
+        primals: its arguments.
+        tangents: a direction for each, of the same structure; the order of a dict's keys is no part of
+            it.
+        has_aux: whether `fn` returns (out, aux).
+
+    Returns:
+        ``(out, tangent of out)``, and aux.
+
+    Raises:
+        TreeError: when a tangent has another structure than its primal, with the key path.
+
+    >>> jvp(torch.sin, (torch.tensor(0.0),), (torch.tensor(2.0),))
+    (tensor(0.), tensor(2.))
+    """
+    call = _Flat(fn, tuple(primals), has_aux=has_aux)
+    directions = tuple(tree.match(call.treedef, tuple(tangents), call.paths))
+    out, pushed, *aux = torch.func.jvp(call, tuple(call.leaves), directions, has_aux=has_aux)
+    return (tree.unflatten(call.out_def, out), tree.unflatten(call.out_def, pushed), *aux)
+
+
+def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
+    """Run a function and return what pulls a cotangent of its result back to its arguments.
+
+    Args:
+        fn: a pure function of pytrees of float tensors.
+        primals: its arguments.
+        has_aux: whether `fn` returns (out, aux).
+
+    Returns:
+        ``(out, pull)``, and aux. ``pull(cotangent of out)`` is a tuple, a cotangent per argument.
+
+    Raises:
+        TreeError, TypeError: by `pull`, for a cotangent of another structure or form than the output;
+            in a `shard_map`, for one that is to an axis what the output's cotangents are not.
+
+    >>> out, pull = vjp(torch.mul, torch.tensor(2.0), torch.tensor(3.0))
+    >>> pull(torch.tensor(1.0))
+    (tensor(3.), tensor(2.))
+    """
+    call = _Flat(fn, primals, has_aux=has_aux)
+    outs, pull_flat, *aux = torch.func.vjp(call, *call.leaves, has_aux=has_aux)  # type: ignore[misc]
+    metas = [meta_of(x) for x in outs]
+
+    def pull(cotangent: Any) -> tuple[Any, ...]:
+        given = tree.match(call.out_def, cotangent, call.out_paths)
+        for path, x, meta in zip(call.out_paths, given, metas, strict=True):
+            _check_cotangent(f"vjp({call.name}): cotangent{tree.path_string(path)}", x, meta)
+        return tree.unflatten(call.treedef, pull_flat(tuple(given)))
+
+    return (tree.unflatten(call.out_def, outs), pull, *aux)
+
+
+class _Flat:
+    """A function of the leaves of its arguments that returns the leaves of its result."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], *, has_aux: bool) -> None:
+        self.fn, self.has_aux = fn, has_aux
+        self.name = getattr(fn, "__name__", type(fn).__name__)
+        pairs, self.treedef = tree.flatten_with_path(args)
+        self.paths, self.leaves = [path for path, _ in pairs], [leaf for _, leaf in pairs]
+        self.out_def, self.out_paths = tree.LEAF, [()]
+
+    def __call__(self, *leaves: torch.Tensor) -> Any:
+        result = self.fn(*tree.unflatten(self.treedef, leaves))
+        out, aux = _pair(result, f"{self.name}:") if self.has_aux else (result, None)
+        pairs, self.out_def = tree.flatten_with_path(out)
+        self.out_paths = [path for path, _ in pairs]
+        outs = tuple(leaf for _, leaf in pairs)
+        return (outs, aux) if self.has_aux else outs
+
+
+def _check_cotangent(where: str, cotangent: Any, out: TensorMeta) -> None:
+    if not _is_tensor(cotangent) or (cotangent.shape, cotangent.dtype) != (out.shape, out.dtype):
+        form = f"{str(out.dtype).removeprefix('torch.')} {tuple(out.shape)}"
+        raise TypeError(message(where, f"must be a tensor of the form of its output, {form}."))
+    what, fix = misplaced(out.variance.dual, variance_of(cotangent))
+    if what:
+        raise TypeError(message(where, what.replace("gets a cotangent that ", ""), fix=fix))
 
 
 def _is_tensor(x: Any) -> bool:

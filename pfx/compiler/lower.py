@@ -9,15 +9,17 @@ from typing import Any
 import torch
 
 from pfx import _torch
+from pfx.compiler.batched import unmerge_batches
 from pfx.compiler.functional import check_pure
 from pfx.compiler.loops import outputs_of, prune_loops, sink_constraints
 from pfx.compiler.manual import settle
 from pfx.compiler.partition import partition
-from pfx.compiler.passes import bucket_collectives
+from pfx.compiler.passes import bucket_collectives, number_in_order
 from pfx.compiler.program import Program
 from pfx.compiler.propagate import Context, propagate
 from pfx.compiler.reuse import reuse_buffers
 from pfx.compiler.simplify import simplify
+from pfx.compiler.sums import reassociate_sums
 from pfx.lax.functionalize import functionalize
 from pfx.mesh import Mesh
 from pfx.spec import Layout, effective
@@ -64,6 +66,8 @@ def lower(
     module = simplify(module)
     sink_constraints(module.graph)
     prune_loops(module.graph)
+    unmerge_batches(module.graph)
+    reassociate_sums(module.graph)
     manual = settle(module.graph)
     context = Context(mesh, names, rules or {}, manual=manual)
     captured = [Layout(((),) * tensor.ndim) for tensor in traced.captured]
@@ -83,6 +87,7 @@ def lower(
     ]
     program.report = list(context.report)
     bucket_collectives(program, bucket_bytes)
+    number_in_order(program)
     program.donated = frozenset(
         value.number for value, given in zip(program.inputs, donated, strict=False) if given
     )

@@ -43,8 +43,9 @@ def settle(graph: torch.fx.Graph) -> bool:
 
 
 def busy_axes(node: Node, mesh: Mesh) -> Axes:
-    """The axes along which a node's operands or results already differ between devices."""
-    axes: set[str] = set()
+    """The axes along which a node's operands or results differ between devices, or communicate."""
+    # An operand that is the same on all devices must not be split over what a psum counts.
+    axes = set(node.target.axes) if isinstance(node.target, Collective) else set()
     for value in (node, *operand_nodes(node)):
         variance = node_variance(value)
         for one in variance if isinstance(variance, tuple) else (variance,):
@@ -64,17 +65,23 @@ def without(layout: Layout, axes: Sequence[str]) -> Layout:
 def boundary_layouts(boundary: Boundary, have: Layout) -> tuple[Layout, Layout]:
     """Where a boundary needs its operand, and where its result then is, without names.
 
-    What other axes split stays with them; on one dim, the region's axes are the major ones.
+    What other axes split, or hold addends of, stays so; on one dim, the region's axes are the major
+    ones.
     """
+    owed = (
+        () if have.reduce != "sum" else tuple(a for a in have.partial if a not in boundary.region)
+    )
+    both = (*boundary.unreduced, *owed)
     if not boundary.inward:
+        have = without(have, boundary.layout.axes)
         dims = tuple(own + rest for own, rest in zip(boundary.dims, have.dims, strict=True))
-        return Layout(have.dims), Layout(dims, boundary.unreduced)
+        return Layout(have.dims, owed), Layout(dims, both)
     rests = []
     for own, axes in zip(boundary.dims, have.dims, strict=True):
         rest = axes[len(own) :] if axes[: len(own)] == own else ()
         rests.append(tuple(a for a in rest if a not in boundary.region))
     dims = tuple(own + rest for own, rest in zip(boundary.dims, rests, strict=True))
-    return Layout(dims, boundary.unreduced), Layout(tuple(rests))
+    return Layout(dims, both), Layout(tuple(rests), owed)
 
 
 # Names ------------------------------------------------------------------------------------------
@@ -138,9 +145,20 @@ def names_of_results(rule: Rule, operands: Sequence[Name], mesh: Mesh) -> list[N
     for dims in rule.results:
         found = Name(((),) * len(dims))
         for axis in axes:
-            found = _placed(found, rule, dims, carriers[axis], axis, mesh)
+            if _flows(rule, operands, axis):
+                found = replace(found, partial=(*found.partial, axis))
+            else:
+                found = _placed(found, rule, dims, carriers[axis], axis, mesh)
         names.append(found)
     return names
+
+
+def _flows(rule: Rule, operands: Sequence[Name], axis: str) -> bool:
+    """Tell whether addends go in, along an axis, where addends come out."""
+    owed = {i for i, name in enumerate(operands) if axis in name.partial}
+    return {i for i, name in enumerate(operands) if axis in name.axes} == owed and any(
+        owed == set(group) for group in rule.linear
+    )
 
 
 def _carrier(rule: Rule, operands: Sequence[Name], axis: str) -> str | None:

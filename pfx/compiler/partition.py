@@ -240,7 +240,7 @@ class _Emitter:
             shape = name.shape(tuple(node.meta["val"].shape), self.mesh)
             layout = name.full(decision.results[0], self.mesh)
             value = replace(value, shape=shape, layout=layout)
-        self.values[node] = value
+        self.bind(node, [value])
 
     def collective(self, node: Node, decision: Choice) -> None:
         """Emit a hand-written collective."""

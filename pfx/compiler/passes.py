@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from pfx.compiler.ir import Block, Instr, LoopInstr, Reshard, Value
+from pfx.compiler.ir import Block, Compute, Instr, LoopInstr, Reshard, Value
 from pfx.mesh import Mesh
 
 
@@ -98,6 +99,7 @@ def _ready_with(
 def _join(members: Sequence[Reshard]) -> Reshard:
     if len(members) == 1:
         return members[0]
+    members = sorted(members, key=lambda member: member.ins[0].number)
     return replace(
         members[0],
         ins=tuple(v for m in members for v in m.ins),
@@ -105,3 +107,34 @@ def _join(members: Sequence[Reshard]) -> Reshard:
         moves=tuple(m.move for m in members),
         reasons=tuple((m.source, m.reason) for m in members),
     )
+
+
+def number_in_order(block: Block) -> None:
+    """Number the values of a block, and of its loops' bodies, in the order they are defined, in place.
+
+    Two programs that do the same then print the same, however they came about.
+    """
+    new: dict[int, Value] = {}
+
+    def define(value: Value | None) -> Value | None:
+        if value is not None:
+            new[value.number] = replace(value, number=len(new) + 1)
+        return value and new[value.number]
+
+    def renamed(arg: Any) -> Any:
+        if isinstance(arg, Value):
+            return replace(arg, number=new[arg.number].number)
+        if isinstance(arg, (list, tuple)):
+            return type(arg)(renamed(item) for item in arg)
+        return {k: renamed(v) for k, v in arg.items()} if isinstance(arg, dict) else arg
+
+    block.inputs = [define(value) for value in block.inputs]  # type: ignore[misc]
+    for i, instr in enumerate(block.instrs):
+        ins = renamed(instr.ins)
+        if isinstance(instr, LoopInstr):
+            number_in_order(instr.body)
+        elif isinstance(instr, Compute):
+            instr = replace(instr, args=renamed(instr.args), kwargs=renamed(dict(instr.kwargs)))
+        outs = tuple(define(value) for value in instr.outs)
+        block.instrs[i] = replace(instr, ins=ins, outs=outs)  # type: ignore[arg-type]
+    block.outputs = renamed(block.outputs)

@@ -28,6 +28,7 @@ from pfx.compiler.rule import Rule, operand_nodes
 from pfx.compiler.rules import find_rule
 from pfx.compiler.wishes import Wish, agreed, common, open_factors, opinion, reduced
 from pfx.lax.boundary import Boundary
+from pfx.lax.collective import Collective
 from pfx.lax.constrain import Constraint
 from pfx.lax.scan import Loop
 from pfx.mesh import Mesh
@@ -161,7 +162,7 @@ class _Sweeps:
         if isinstance(node.target, Boundary):
             operand, result = boundary_layouts(node.target, self.layouts[node.args[0]])  # type: ignore[index]
             self.decisions[node] = Choice({}, (operand,), (result,))
-            self.layouts[node] = result
+            self.layouts[node] = self.made(node, result)
             return
         if isinstance(node.target, Loop):
             self.decisions[node] = self.decide_loop(node)
@@ -188,7 +189,8 @@ class _Sweeps:
                 )
                 return self.layouts[node.args[0]].whole()  # type: ignore[index]
             spec = self.named(spec, shape)
-        return effective(layout_of(spec, shape, self.mesh, where), self.mesh)
+        layout = effective(layout_of(spec, shape, self.mesh, where), self.mesh)
+        return without(layout, self.busy(node))
 
     def named(self, text: str, shape: Sequence[int]) -> P:
         """Translate logical names to a spec; what does not divide or is taken stays whole."""
@@ -257,16 +259,19 @@ class _Sweeps:
             if self.readers[node] != 1:
                 return False
             (reader,) = node.users
-            place = operand_nodes(reader).index(node)
-            linear = isinstance(reader.target, OpOverload) and any(
-                place in group for group in self.context.rule(reader).linear
-            )
-            if not linear:
+            if not isinstance(reader.target, Boundary) and not self.linear(reader, node):
                 return False
             node = reader
         i = self.outs.index(node)
         carry = list(self.inputs.values())[i] if i < self.num_carry else None
         return self.readers[node] == 1 and carry is not None and (carry.zero or bool(carry.partial))
+
+    def linear(self, reader: Node, operand: Node) -> bool:
+        """Tell whether a partial sum may flow through one operand of a node."""
+        if not isinstance(reader.target, (OpOverload, Collective)):
+            return False
+        place = operand_nodes(reader).index(operand)
+        return any(place in group for group in self.context.rule(reader).linear)
 
     # Loops --------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from pfx.lax.constrain import Constraint
 from pfx.lax.index import AxisIndex
 from pfx.lax.label import Label
 from pfx.lax.scan import Loop
+from pfx.lax.variance import node_variance
 from pfx.lax.zeros import Zeros
 
 aten = torch.ops.aten
@@ -120,7 +121,8 @@ def _filled(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
     value = node.meta["val"]
     options = {"dtype": value.dtype, "device": value.device}
     new = graph.call_function(aten.full.default, (list(value.shape), fill), options)
-    new.meta = {**node.meta, "variance": None}  # it no longer comes from an operand
+    node_variance(node)  # no longer to be read off an operand
+    new.meta = dict(node.meta)
     return new
 
 
@@ -136,7 +138,7 @@ def _zeros(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
     (value,) = node.meta["val"]
     options = {"dtype": value.dtype, "device": value.device}
     new = graph.call_function(aten.full.default, (list(value.shape), 0), options)
-    new.meta = {**node.meta, "val": value, "variance": None}
+    new.meta = {**node.meta, "val": value, "variance": node_variance(node)[0]}
     return new
 
 

@@ -24,7 +24,7 @@ def tidy_views(graph: torch.fx.Graph) -> None:
     """Remove identity rearrangements and merge equal views, in place."""
     seen: dict[Any, torch.fx.Node] = {}
     for node in list(graph.nodes):
-        if not isinstance(node.meta.get("val"), torch.Tensor) or not _rearranges(node.target):
+        if not isinstance(node.meta.get("val"), torch.Tensor) or not rearranges(node.target):
             continue
         if _changes_nothing(node):
             node.replace_all_uses_with(node.args[0])
@@ -37,7 +37,8 @@ def tidy_views(graph: torch.fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _rearranges(target: Any) -> bool:
+def rearranges(target: Any) -> bool:
+    """Tell an op that only moves or reinterprets the elements of its first operand."""
     if not isinstance(target, OpOverload):
         return False
     if target.overloadpacket in (aten.reshape, aten._unsafe_view):

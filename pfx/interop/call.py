@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from pfx import tree
 from pfx.errors import TraceError, message
-from pfx.interop.writes import WRITERS, is_in_place
+from pfx.lax.arguments import map_tensors
+from pfx.lax.writes import WRITERS, is_in_place
 
 # The first name of each distinct tensor, and the tensor, by its id.
 Named = dict[int, tuple[str, torch.Tensor]]
@@ -172,4 +173,6 @@ class _Watch(TorchFunctionMode):
         # Buffers are copies, so that the check after the call is soon enough.
         elif args and id(args[0]) in self.call.passed and is_in_place(func):
             raise self.call.changed(self.call.names[id(args[0])])
-        return func(*args, **kwargs)
+        # A module may also hold a parameter where torch does not look, as in a plain list.
+        value = self.call.value
+        return func(*map_tensors(value, args), **map_tensors(value, kwargs))

@@ -22,6 +22,7 @@ from pfx import _torch
 from pfx._torch import OpOverload, TensorMeta
 from pfx.lax.functionalize import functionalize
 from pfx.lax.local import variance_of
+from pfx.lax.region import inside
 from pfx.lax.variance import node_variance
 
 
@@ -36,7 +37,8 @@ class Body:
     def __call__(self, *args: torch.Tensor) -> list[torch.Tensor]:
         if _torch.is_tracing():
             return _replay(self.module, args)  # keeps the source line of every node
-        return self.module(*args)
+        with inside(None):
+            return self.module(*args)
 
     @cached_property
     def split(self) -> Split:
@@ -172,18 +174,19 @@ def _replay(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> lis
     """Run a graph node by node, keeping the source line of each node in the enclosing trace."""
     env: dict[torch.fx.Node, Any] = {}
     feed = iter(inputs)
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            env[node] = next(feed)
-        elif node.op == "get_attr":
-            env[node] = getattr(module, node.target)
-        elif node.op == "output":
-            return list(torch.fx.map_arg(node.args[0], lambda n: env[n]))
-        else:
-            args = torch.fx.map_arg(node.args, lambda n: env[n])
-            kwargs = torch.fx.map_arg(node.kwargs, lambda n: env[n])
-            with _torch.source_line(node.meta.get("source", "")):
-                env[node] = node.target(*args, **kwargs)
+    with inside(None):  # the graph has its casts already
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(feed)
+            elif node.op == "get_attr":
+                env[node] = getattr(module, node.target)
+            elif node.op == "output":
+                return list(torch.fx.map_arg(node.args[0], lambda n: env[n]))
+            else:
+                args = torch.fx.map_arg(node.args, lambda n: env[n])
+                kwargs = torch.fx.map_arg(node.kwargs, lambda n: env[n])
+                with _torch.source_line(node.meta.get("source", "")):
+                    env[node] = node.target(*args, **kwargs)
     raise AssertionError("a graph without an output")
 
 

@@ -16,6 +16,8 @@ from pfx import _torch
 from pfx._torch import TensorMeta
 from pfx.errors import ShardingError, message
 from pfx.lax.collective import cast
+from pfx.lax.collective_math import ordered_sum
+from pfx.lax.constrain import Constraint
 from pfx.lax.local import local, part_at, variance_of
 from pfx.lax.spmd_axis import spmd_axis
 from pfx.lax.variance import Variance
@@ -54,25 +56,55 @@ class Boundary:
         """The way of the cotangent."""
         return replace(self, unreduced=self.reduced, reduced=self.unreduced, inward=not self.inward)
 
-    def batched(self, axis: str | None) -> Boundary:
-        """The same for a value with one more leading dim: whole, or split over `axis`."""
-        if axis in (*self.layout.axes, *self.reduced):
-            raise ShardingError(
-                message(
-                    f"vmap: spmd_axis_name={axis!r}",
-                    "is an axis that the specs of a shard_map inside name already.",
-                    fix="another axis, or vmap without spmd_axis_name",
-                )
-            )
-        return replace(self, dims=((axis,) if axis else (), *self.dims))
+    def batched(self) -> Boundary:
+        """The same for a value with one more leading dim, which the region does not split."""
+        return replace(self, dims=((), *self.dims))
+
+    def beside(self, axis: str) -> Constraint:
+        """On the global side: the leading dim of a batch is split over an axis of the compiler's."""
+        spec = Layout(((axis,), *self.dims[1:]), self.unreduced).spec
+        return Constraint(spec, spec.dual)
 
     def result_variances(self, operands: Sequence[Variance]) -> tuple[Variance, ...]:
         """What the result is along each axis: on the way out, nothing special."""
         (before,) = operands
+        if not self.inward:
+            self.check(before)
         states = (("varying", self.layout.axes), ("unreduced", self.unreduced))
         for state, axes in (*states, ("reduced", self.reduced)):
             before = before.having(axes, state if self.inward else "invarying")
         return (before,)
+
+    def check(self, leaving: Variance) -> None:
+        """Refuse what would leave as one device's value though the devices' values differ.
+
+        On the way forward `shard_map` has said so already. On the way back it is a cotangent that
+        some function computed without knowing of the region.
+        """
+        for axis in self.region:
+            wanted = next(
+                (
+                    state
+                    for state, axes in (
+                        ("varying", [a for dim in self.dims for a in dim]),
+                        ("unreduced", self.unreduced),
+                        ("reduced", self.reduced),
+                    )
+                    if axis in axes
+                ),
+                "invarying",
+            )
+            if leaving.state(axis) != wanted:
+                raise ShardingError(
+                    message(
+                        "shard_map: a value or a gradient that leaves it",
+                        f"is {leaving.state(axis)} over {axis!r} and must be {wanted}.",
+                        "an op that does not know of the region, such as a torch.autograd.Function "
+                        "under plain backward(), was given operands that differ along the axis.",
+                        fix=f'cast what it is given: pfx.lax.pcast(x, {axis!r}, to="varying"); '
+                        "pfx.custom_vjp for a rule of your own",
+                    )
+                )
 
     def out_meta(self, x: torch.Tensor) -> TensorMeta:
         """The form of a part, or of the whole."""
@@ -99,10 +131,14 @@ class Boundary:
     def joined(self, x: torch.Tensor, place: Mapping[str, int]) -> torch.Tensor:
         """The whole that the devices at a place of an enclosing region hold together."""
         shape = self.out_meta(x).shape
-        out = torch.zeros(shape, dtype=x.dtype, device=x.device)
-        for block in self.mesh.coordinates(self.layout.axes):
-            part = part_at(x, {**place, **block})
-            out[local_slices(shape, self.layout, self.mesh, block)] += part
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+        split = Layout(self.dims)
+        for block in self.mesh.coordinates(split.axes):
+            addends = [
+                part_at(x, {**place, **block, **owed})
+                for owed in self.mesh.coordinates(self.unreduced)
+            ]
+            out[local_slices(shape, split, self.mesh, block)] = ordered_sum(addends)
         return out
 
 
@@ -123,7 +159,12 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, boundary: Boundary, x: torch.Tensor) -> tuple[Any, int]:
-        return cross(boundary.batched(spmd_axis()), x.movedim(in_dims[1], 0)), 0
+        axis, boundary, x = spmd_axis(), boundary.batched(), x.movedim(in_dims[1], 0)
+        if axis is None:
+            return cross(boundary, x), 0
+        if boundary.inward:
+            return cross(boundary, boundary.beside(axis)(x)[0]), 0
+        return boundary.beside(axis)(cross(boundary, x))[0], 0
 
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

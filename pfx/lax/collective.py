@@ -140,7 +140,8 @@ class Collective:
             if key not in done:
                 held = [part_at(x, {**full, **self.coordinate(m)}) for m in members]
                 done[key] = combine[0](held)
-            parts.append(combine[1](done[key], mine))
+            # A copy, as on devices of their own: a later change in place must stay with one of them.
+            parts.append(combine[1](done[key], mine).clone())
         return (local(self.mesh, after, parts),)
 
     def coordinate(self, rank: int) -> Mapping[str, int]:
@@ -158,9 +159,9 @@ def _next(dim: int) -> int:
 def _together(c: Collective) -> tuple[Any, Any]:
     """What the members make together, and what one of them takes of it."""
     if c.kind == "cast":
-        return list, lambda parts, rank: parts[rank].view_as(parts[rank])
+        return list, lambda parts, rank: parts[rank]
     if c.kind == "slice":
-        return list, lambda parts, rank: take(parts[rank], c.dim, rank, c.size).clone()
+        return list, lambda parts, rank: take(parts[rank], c.dim, rank, c.size)
     if c.kind == "own":
         return list, lambda parts, rank: parts[0] if rank == 0 else torch.zeros_like(parts[0])
     one = joint(c.kind, dim=c.dim, reduce=c.reduce)

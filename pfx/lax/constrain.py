@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from pfx import _torch, tree
 from pfx._torch import TensorMeta
 from pfx.errors import ShardingError, message, user_line
+from pfx.lax.region import current_region
 from pfx.lax.spmd_axis import spmd_axis
 from pfx.spec import P, spec_leaves
 
@@ -32,6 +34,10 @@ class Constraint:
     def compute(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The identity."""
         return (x.view_as(x),)
+
+    def result_variances(self, operands: Sequence[Any]) -> tuple[Any, ...]:
+        """That of the operand."""
+        return tuple(operands)
 
     def transposed(self) -> Constraint:
         """The constraint of the cotangent."""
@@ -108,11 +114,28 @@ def constrain(x: Any, spec: Any, *, grad_spec: Any = None) -> Any:
     out = []
     for leaf, one, grad in zip(leaves, specs, grads, strict=True):
         _check_rank(leaf, one)
+        _check_free(one, where)
         if grad is None:
             grad = one.dual if isinstance(one, P) else one
         constraint = Constraint(one, grad)
         out.append(_torch.apply(_Constrain, constraint, leaf))
     return tree.unflatten(treedef, out)
+
+
+def _check_free(spec: Spec, where: str) -> None:
+    """Refuse to place a value along an axis whose devices each have their own."""
+    region = current_region()
+    named = () if region is None or isinstance(spec, str) else spec.axes
+    for axis in named:
+        if region is not None and axis in region.axes:
+            raise ShardingError(
+                message(
+                    f"{where} {spec}",
+                    f"names the axis {axis!r}, which the enclosing shard_map has taken.",
+                    "inside, shapes are those of one device, and collectives are written by hand.",
+                    fix=f"leave {axis!r} out, or out of axis_names of the shard_map",
+                )
+            )
 
 
 def _check_rank(x: torch.Tensor, spec: Spec) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from pfx import _torch, tree
 from pfx.errors import TraceError, message
-from pfx.lax.body import Body, is_differentiable, trace_body
+from pfx.lax.body import Body, cotangent_meta, is_differentiable, trace_body
 from pfx.lax.custom_rule import CustomRule, DeferredRule, check_cotangent, form
 
 
@@ -75,7 +75,7 @@ class Call:
         try:
             forward, closed_forward = trace_body(self._forward, self.leaves)
             self.num_residuals = len(forward.out_metas) - num_outputs
-            given = [meta for meta in primal.out_metas if is_differentiable(meta)]
+            given = [cotangent_meta(meta) for meta in primal.out_metas if is_differentiable(meta)]
             backward, closed_backward = trace_body(
                 self._backward, [*forward.out_metas[num_outputs:], *given]
             )

@@ -15,9 +15,20 @@ from typing import Any
 import torch
 
 from pfx import _torch
-from pfx._torch import TensorMeta
 from pfx.errors import TraceError, message
-from pfx.lax.body import Body, is_differentiable, jvp_of, owned, trace_body, vjp_of
+from pfx.lax.body import (
+    Body,
+    cotangent_meta,
+    is_differentiable,
+    jvp_of,
+    meta_of,
+    owned,
+    trace_body,
+    vjp_of,
+)
+from pfx.lax.local import variance_of
+from pfx.lax.variance import Variance, misplaced
+from pfx.lax.zeros import zeros_of
 
 Tensors = Sequence[torch.Tensor]
 
@@ -46,6 +57,10 @@ class CustomRule:
 
     def __call__(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return apply_rule(self, operands)
+
+    def result_variances(self, operands: Sequence[Variance]) -> tuple[Any, ...]:
+        """What each output is along the axes of a manual region."""
+        return tuple(meta.variance for meta in self.primal.out_metas)
 
     def compute(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The function itself."""
@@ -114,6 +129,10 @@ class DeferredRule:
     def __call__(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return apply_rule(self, operands)
 
+    def result_variances(self, operands: Sequence[Variance]) -> tuple[Any, ...]:
+        """What each output is along the axes of a manual region."""
+        return tuple(meta.variance for meta in self.primal.out_metas)
+
     def compute(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The function itself."""
         return tuple(self.primal(*operands))
@@ -122,7 +141,7 @@ class DeferredRule:
         self, dims: Sequence[int | None], operands: Sequence[Any], size: int
     ) -> DeferredRule:
         """The same over a leading dim."""
-        metas = [TensorMeta.of(x) for x in operands]
+        metas = [meta_of(x) for x in operands]
 
         def complete() -> tuple[CustomRule, list[torch.Tensor]]:
             rule, more = self.complete()
@@ -154,6 +173,8 @@ def check_cotangent(where: str, primal: Any, cotangent: Any) -> None:
     elif cotangent.dtype != primal.dtype:
         what = "gets a cotangent of another dtype from the backward rule."
         fix = f"return it as .to({primal.dtype})"
+    else:
+        what, fix = misplaced(variance_of(primal).dual, variance_of(cotangent))
     if not what:
         return
     forms = [f"argument:  {form(primal)}"]
@@ -229,11 +250,11 @@ class _CustomVjp(torch.autograd.Function):
         if ctx.level == ctx.call.level:
             outer, cotangents = cotangents[: rule.num_outputs], cotangents[rule.num_outputs :]
             if any(c is not None for c in outer):
-                result = rule.pull(operands, residuals, _full(outer, rule.forward))
+                result = rule.pull(operands, residuals, _full(outer, rule.forward, operands))
             # Plain autograd comes again to the level it was at, for the residuals alone.
             cotangents = (None,) * rule.num_outputs + cotangents
         if any(c is not None for c in cotangents):
-            given = _full(cotangents, rule.forward)
+            given = _full(cotangents, rule.forward, operands)
             given = [c for c in given if is_differentiable(c)]
             read = rule.parts(range(len(operands)))[1]
             inputs = [operands[i] for i in read]
@@ -273,8 +294,7 @@ class _CustomVjp(torch.autograd.Function):
             )
         read = rule.parts(tangents)[1]
         moving = [i for i, t in enumerate(read) if t is not None]
-        pushed = _full([None] * len(rule.forward.out_metas), rule.forward)
-        pushed = [x for x in pushed if is_differentiable(x)]
+        pushed = [zeros_of(m, operands) for m in rule.forward.out_metas if is_differentiable(m)]
         if moving:  # otherwise it is the backward rule that reads what moves
             with _torch.inside_jvp(rule.parts(operands)[1]) as primals:
                 pushed = jvp_of(rule.forward, moving)(*primals, *(read[i] for i in moving))
@@ -291,10 +311,10 @@ def _own(outs: Tensors, operands: Tensors) -> tuple[torch.Tensor, ...]:
     return tuple(taken[len(operands) :])
 
 
-def _full(cotangents: Sequence[Any], body: Body) -> list[torch.Tensor]:
+def _full(cotangents: Sequence[Any], body: Body, operands: Tensors) -> list[torch.Tensor]:
     """Zeros in the place of the cotangents that are None."""
     return [
-        torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if c is None else c
+        zeros_of(cotangent_meta(meta), operands) if c is None else c
         for c, meta in zip(cotangents, body.out_metas, strict=False)
     ]
 

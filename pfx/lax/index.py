@@ -36,5 +36,6 @@ class AxisIndex:
         """All devices' ranks at once."""
         (variance,) = self.result_variances(())
         places = self.mesh.coordinates(self.mesh.ordered(self.axes))
-        ranks = [torch.tensor(self.mesh.index(place, self.axes)) for place in places]
+        device = self.mesh.device
+        ranks = [torch.tensor(self.mesh.index(p, self.axes), device=device) for p in places]
         return (local(self.mesh, variance, ranks),)

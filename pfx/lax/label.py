@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,10 @@ class Label:
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (_torch.apply(_Label, self, x),)
+
+    def result_variances(self, operands: Sequence[Any]) -> tuple[Any, ...]:
+        """That of the operand."""
+        return tuple(operands)
 
     def compute(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The identity."""

@@ -16,6 +16,7 @@ import torch
 from pfx import _torch, tree
 from pfx._torch import Wrapper
 from pfx.errors import ShardingError, TraceError, message, user_line
+from pfx.lax.pure_form import written
 from pfx.lax.variance import INVARYING, Variance, node_variance, result_variance
 from pfx.mesh import Mesh
 
@@ -39,7 +40,8 @@ class Local(Wrapper):
         return self.parts[self.mesh.index(place, self.axes)]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        places = [" ".join(f"{a}={i}" for a, i in p.items()) for p in places_of(self)]
+        names = [" ".join(f"{a}={i}" for a, i in p.items()) for p in places_of(self)]
+        places = [name or "everywhere" for name in names]
         rows = [f"  {place}: {part}" for place, part in zip(places, self.parts, strict=True)]
         return "\n".join([f"Local({self.variance} of {self.mesh}", *rows]) + ")"
 
@@ -47,19 +49,22 @@ class Local(Wrapper):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat, treedef = tree.flatten((tuple(args), kwargs or {}))
         mesh = next(x.mesh for x in flat if isinstance(x, Local))
-        found = [_own(x) for x in flat if isinstance(x, torch.Tensor)]
-        variance = result_variance(func, found, args)
+        variance = result_variance(func, args, kwargs or {}, _counted, is_zero=_is_zero)
         axes = mesh.ordered(tuple(variance.axes))
         if variance.varying and func in _READ_A_VALUE:
             raise _reads(variance)
-        _check_written(func, args, axes)
-        rows = []
+        changed = written(func, args, kwargs or {})
+        _check_written(changed, func, axes)
+        rows, first = [], dict.fromkeys(mesh.axis_names, 0)
         for place in mesh.coordinates(axes):
-            here = [x.at(place) if isinstance(x, Local) else x for x in flat]
+            here = [x.at({**first, **place}) if isinstance(x, Local) else x for x in flat]
             a, k = tree.unflatten(treedef, here)
             rows.append(func(*a, **k))
-        if _writes(func):
+        if changed and not isinstance(changed[0], (list, tuple)) and changed[0] is args[0]:
+            _torch.follow(func, args)
             return args[0]
+        if changed and "out" in (kwargs or {}):
+            return kwargs["out"]
         return _gathered(rows, mesh, variance)
 
 
@@ -72,6 +77,8 @@ def local(mesh: Mesh, variance: Variance, parts: Sequence[torch.Tensor]) -> torc
     """Make a value of its parts; a plain tensor if nothing is to be remembered of it."""
     if variance == INVARYING:
         return parts[0]
+    # Forward mode's zeros have no memory, and nothing would tell a kernel so through a wrapper.
+    parts = [torch.zeros_like(p) if _torch.is_efficient_zero(p) else p for p in parts]
     out: Local = Local(parts[0])  # type: ignore[assignment]
     out.parts, out.mesh, out.variance = tuple(parts), mesh, variance
     return out
@@ -87,38 +94,47 @@ def part_at(x: torch.Tensor, place: Mapping[str, int]) -> torch.Tensor:
     return x.at(place) if isinstance(x, Local) else x
 
 
-def zeros_as(x: torch.Tensor) -> torch.Tensor:
-    """Zeros of the form of a value's cotangent."""
-    if not isinstance(x, Local):
-        return torch.zeros_like(x)
-    places = x.mesh.coordinates(x.mesh.ordered(tuple(x.variance.dual.axes)))
-    return local(x.mesh, x.variance.dual, [torch.zeros_like(x.parts[0]) for _ in places])
+def _counted(x: Any) -> Variance | None:
+    """What an operand of an op is; None for one that has no value.
+
+    Forward mode asks for the form of a sum on the meta device, where there are none.
+    """
+    if isinstance(x, Local):
+        return x.variance
+    return INVARYING if isinstance(x, torch.Tensor) and not x.is_meta else None
 
 
-def _own(x: torch.Tensor) -> Variance:
-    return x.variance if isinstance(x, Local) else INVARYING
+def _is_zero(x: torch.Tensor) -> bool:
+    """Tell zeros that all devices have, which are addends of zero just as well."""
+    parts = x.parts if isinstance(x, Local) else (x,)
+    return all(_torch.is_efficient_zero(p) or not bool(aten.any.default(p)) for p in parts)
 
 
 def _gathered(rows: list[Any], mesh: Mesh, variance: Variance) -> Any:
     """From one result (or sequence of results) per device to one value each."""
     first = rows[0]
     if isinstance(first, torch.Tensor):
+        _check_agree(rows, lambda row: row.shape, variance)
         return local(mesh, variance, rows)
     if isinstance(first, (tuple, list)):
         columns = zip(*rows, strict=True)
         return type(first)(_gathered(list(column), mesh, variance) for column in columns)
-    return first  # a size, or another thing that all devices agree on
+    _check_agree(rows, lambda row: row, variance)
+    return first
 
 
-def _writes(func: Any) -> bool:
-    arguments = func._schema.arguments
-    info = arguments[0].alias_info if arguments else None
-    return info is not None and info.is_write
+def _check_agree(rows: Sequence[Any], what: Any, variance: Variance) -> None:
+    """Refuse an op whose result has another form on another device, as one with a mask as index."""
+    if any(what(row) != what(rows[0]) for row in rows):
+        raise _reads(variance)
 
 
-def _check_written(func: Any, args: Sequence[Any], axes: Sequence[str]) -> None:
-    if _writes(func) and not set(axes) <= set(args[0].axes if isinstance(args[0], Local) else ()):
-        raise writes_varying(str(func.overloadpacket).removeprefix("aten."), axes)
+def _check_written(changed: Sequence[Any], func: Any, axes: Sequence[str]) -> None:
+    """Refuse to write what differs between devices into what they share."""
+    for item in changed:
+        for x in item if isinstance(item, (list, tuple)) else (item,):
+            if not set(axes) <= set(x.axes if isinstance(x, Local) else ()):
+                raise writes_varying(str(func.overloadpacket).removeprefix("aten."), axes)
 
 
 def writes_varying(name: str, axes: Sequence[str]) -> ShardingError:

@@ -20,10 +20,19 @@ import torch
 
 from pfx import _torch
 from pfx._torch import TensorMeta
-from pfx.lax.body import Body, is_differentiable, joint, jvp_of, meta_of, owned, trace_body
+from pfx.lax.body import (
+    Body,
+    cotangent_meta,
+    is_differentiable,
+    joint,
+    jvp_of,
+    meta_of,
+    owned,
+    trace_body,
+)
 from pfx.lax.spmd_axis import spmd_axis, vmap
-from pfx.lax.variance import result_variance
-from pfx.lax.zeros import zero_cotangent
+from pfx.lax.variance import joined
+from pfx.lax.zeros import zero_cotangent, zeros_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,7 +297,7 @@ def _settled(
         m.variance for m in metas[:num_carry]
     ]:
         wider = [
-            replace(meta, variance=result_variance("add", [meta.variance, out.variance]))
+            replace(meta, variance=joined(meta.variance, out.variance))
             for meta, out in zip(metas, body.out_metas[:num_carry], strict=False)
         ]
         if wider == list(metas[:num_carry]):
@@ -308,7 +317,7 @@ def _or_zeros_stacked(
     if cotangent is not None:
         return cotangent
     shape = (loop.length, *meta.shape)
-    return torch.zeros(shape, dtype=meta.dtype, device=operands[0].device)
+    return zeros_of(replace(cotangent_meta(meta), shape=shape), operands)
 
 
 def slice_metas(flat: Sequence[Any], num_carry: int, num_xs: int) -> list[TensorMeta]:

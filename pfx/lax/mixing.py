@@ -6,6 +6,7 @@ a psum: that is how the gradient of a shared weight becomes the sum over the dev
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,41 +14,81 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pfx import _torch
-from pfx._torch import OpOverload
 from pfx.errors import ShardingError, message, user_line
+from pfx.lax.arguments import map_tensors, tensors_in
 from pfx.lax.collective import cast
 from pfx.lax.local import variance_of, writes_varying
 from pfx.lax.picking import picked
 from pfx.lax.region import Region, current_region, shown
 from pfx.lax.variance import Variance
+from pfx.lax.writes import written_by
 
 Common = dict[str, tuple[str, ...]]
 
 
 class Mixing(TorchFunctionMode):
-    """Casts the operands of every torch function called in a region so that they agree."""
+    """Casts the operands of every torch function called in a region so that they agree.
+
+    A value is cast once, however many ops read it: the transpose of each cast is a psum.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.casts: dict[Any, tuple[Any, torch.Tensor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         region = current_region()
-        # A graph that is run again, and a backward part, have their casts already.
-        replayed = isinstance(func, OpOverload) or func is torch.autograd.grad
-        if region is None or replayed or _is_ours(args) or _torch.reads_meta(func):
+        backward = func is torch.autograd.grad
+        if region is None or backward or _is_ours(args) or _torch.reads_meta(func):
             return func(*args, **kwargs)
         if func is torch.Tensor.__getitem__:
-            one = picked(*args)  # its ops come back here
+            with self:  # or the ops of this one would go unseen
+                one = picked(*args)
             if one is not None:
                 return one
-        tensors = [*_tensors(args), *_tensors(kwargs)]
+        changed = written_by(func, args, kwargs)
+        if changed:
+            self.casts.clear()  # what was cast may have been an alias of what changes
+        tensors = [*tensors_in(args), *tensors_in(kwargs)]
         if len(tensors) < 2:
             return func(*args, **kwargs)
         found = [variance_of(x) for x in tensors]
         if all(v == found[0] for v in found):
             return func(*args, **kwargs)
         common = _common(found, region)
-        _check_writes(func, args, kwargs, common)
-        one = lambda x: _agreeing(x, common, region, func)
-        return func(*_mapped(one, args), **_mapped(one, kwargs))
+        for x in changed:
+            axes = [a for a in common["varying"] if variance_of(x).state(a) != "varying"]
+            if axes:
+                raise writes_varying(_name(func), axes)
+        one = lambda x: self.agreeing(x, common, region, func)
+        return func(*map_tensors(one, args), **map_tensors(one, kwargs))
+
+    def agreeing(self, x: torch.Tensor, common: Common, region: Region, func: Any) -> torch.Tensor:
+        """An operand, cast where it is not yet what the others are."""
+        variance = variance_of(x)
+        for state, axes in common.items():
+            moving = tuple(a for a in axes if variance.state(a) != state)
+            if moving and (x.is_floating_point() or x.is_complex()):
+                _check_strict(func, variance, moving, state, region)
+                x = self.cast_once(x, moving, state, region)
+        return x
+
+    def cast_once(
+        self, x: torch.Tensor, axes: tuple[str, ...], state: str, region: Region
+    ) -> torch.Tensor:
+        """Cast a value, or return the cast that an earlier op asked for.
+
+        One of a transform that has ended since cannot be used again; so casts are remembered only of
+        values that belong to the innermost transform.
+        """
+        if not _torch.is_innermost(x):
+            return cast(x, region.mesh, axes, state)
+        key = (id(x), axes, state)
+        if key not in self.casts:
+            forget = weakref.ref(x, lambda _: self.casts.pop(key, None))
+            self.casts[key] = (forget, cast(x, region.mesh, axes, state))
+        return self.casts[key][1]
 
 
 def _is_ours(args: Any) -> bool:
@@ -60,16 +101,6 @@ def _is_ours(args: Any) -> bool:
     )
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, (list, tuple)):
-        return [x for item in tree for x in _tensors(item)]
-    if isinstance(tree, dict):
-        return [x for item in tree.values() for x in _tensors(item)]
-    return []
-
-
 def _common(found: Sequence[Variance], region: Region) -> Common:
     """For varying and reduced, the axes along which other operands are to become so."""
     common: Common = {"varying": (), "reduced": ()}
@@ -80,28 +111,6 @@ def _common(found: Sequence[Variance], region: Region) -> Common:
                 common[state] += (axis,)
                 break
     return common
-
-
-def _mapped(one: Any, value: Any) -> Any:
-    """Apply `one` to every tensor in an argument."""
-    if isinstance(value, torch.Tensor):
-        return one(value)
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return type(value)(_mapped(one, item) for item in value)
-    if isinstance(value, dict):
-        return {key: _mapped(one, item) for key, item in value.items()}
-    return value
-
-
-def _agreeing(x: torch.Tensor, common: Common, region: Region, func: Any) -> torch.Tensor:
-    variance = variance_of(x)
-    for state, axes in common.items():
-        moving = tuple(a for a in axes if variance.state(a) != state)
-        if moving:
-            _check_strict(func, variance, moving, state, region)
-            if x.is_floating_point() or x.is_complex():
-                x = cast(x, region.mesh, moving, state)
-    return x
 
 
 def _check_strict(
@@ -118,19 +127,6 @@ def _check_strict(
             fix=f'x = pfx.lax.pcast(x, {shown(axes)!r}, to="{state}")',
         )
     )
-
-
-def _check_writes(func: Any, args: Any, kwargs: Any, common: Common) -> None:
-    name = _name(func)
-    in_place = name.endswith("_") and not name.endswith("__")
-    if name.startswith("__i") or name == "__setitem__" or in_place:
-        written = [args[0]] if args and isinstance(args[0], torch.Tensor) else []
-    else:
-        written = _tensors(kwargs.get("out"))
-    for x in written:
-        axes = [a for a in common["varying"] if variance_of(x).state(a) != "varying"]
-        if axes:
-            raise writes_varying(name, axes)
 
 
 def _name(func: Any) -> str:

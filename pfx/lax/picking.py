@@ -26,7 +26,8 @@ def picked(x: torch.Tensor, key: Any) -> torch.Tensor | None:
     before, after = keys[:spot], keys[spot + 1 :]
     dim = -1 - _dims(after) if any(one is ... for one in before) else _dims(before)
     rest = x[(*before, slice(None), *after)]
-    return rest.index_select(dim, (index % rest.shape[dim]).reshape(1)).squeeze(dim)
+    index = torch.where(index < 0, index + rest.shape[dim], index).to(torch.int64)
+    return rest.index_select(dim, index.reshape(1)).squeeze(dim)
 
 
 def _is_index(one: Any) -> bool:

@@ -56,6 +56,18 @@ def writes(target: Any, args: Any, kwargs: Any) -> bool:
     return target._schema.is_mutable
 
 
+def written(op: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What a call writes: tensors, or lists of them."""
+    given = arguments(op, args, kwargs)
+    if op in _HIDDEN:
+        names = _HIDDEN_WRITES if writes(op, args, kwargs) else ()
+    else:
+        names = tuple(
+            a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write
+        )
+    return [given[name] for name in names if given.get(name) is not None]
+
+
 @functools.lru_cache(maxsize=1024)
 def pure_form(op: Any) -> PureForm | None:
     """Find the pure op that computes what `op` writes; None if torch has none.

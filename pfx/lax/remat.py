@@ -8,9 +8,17 @@ from typing import Any
 import torch
 
 from pfx import _torch, tree
-from pfx._torch import TensorMeta
 from pfx.errors import message
-from pfx.lax.body import Body, is_differentiable, jvp_of, owned, trace_body, vjp_of
+from pfx.lax.body import (
+    Body,
+    cotangent_meta,
+    is_differentiable,
+    jvp_of,
+    owned,
+    trace_body,
+    vjp_of,
+)
+from pfx.lax.zeros import zeros_of
 
 
 class _Remat(torch.autograd.Function):
@@ -28,9 +36,15 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
-        body, operands = ctx.body, ctx.saved_tensors
+        # A pull may run after its transform has ended, and what follows opens one of the same number.
+        body, operands = ctx.body, [_torch.alive(x) for x in ctx.saved_tensors]
+        cotangents = tuple(_torch.alive(c) for c in cotangents)
         pairs = zip(cotangents, body.out_metas, strict=True)
-        given = [_or_zeros(c, meta) for c, meta in pairs if is_differentiable(meta)]
+        given = [
+            zeros_of(cotangent_meta(meta), operands) if c is None else c
+            for c, meta in pairs
+            if is_differentiable(meta)
+        ]
         with _torch.recomputing():
             pulled = iter(vjp_of(body)(*operands, *given)[len(body.out_metas) :])
         return (None, *(next(pulled) if is_differentiable(x) else None for x in operands))
@@ -51,12 +65,6 @@ class _Remat(torch.autograd.Function):
         mapped = torch.func.vmap(lambda *a: tuple(body(*a)), tuple(in_dims[1:]))  # type: ignore[arg-type]
         batched, captured = trace_body(lambda *args: list(mapped(*args)), operands)
         return _torch.apply(_Remat, batched, *operands, *captured), (0,) * len(body.out_metas)
-
-
-def _or_zeros(cotangent: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor:
-    if cotangent is not None:
-        return cotangent
-    return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
 
 
 def remat(fn: Callable[..., Any], *, policy: str = "full") -> Callable[..., Any]:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from pfx import tree
-from pfx.errors import ShardingError, message
+from pfx import _torch, tree
+from pfx.errors import MeshError, ShardingError, message
 from pfx.lax.boundary import Boundary, cross
-from pfx.lax.collective import Collective
+from pfx.lax.collective import Collective, cast
 from pfx.lax.collective import apply as apply_collective
 from pfx.lax.local import variance_of
 from pfx.lax.mixing import Mixing
@@ -50,6 +50,9 @@ class ShardMap:
     def __call__(self, *args: Any) -> Any:
         outer = current_region()
         mesh, axes = self.bound(outer)
+        if mesh.kind == "abstract" and not _torch.is_tracing():
+            what = f"the mesh {mesh} is abstract: it holds no data and runs nothing."
+            raise MeshError(message(f"{self.name}:", what, fix="pfx.jit(…).lower(…) to read it"))
         pairs, treedef = tree.flatten_with_path(args)
         inputs = [
             self.enter(leaf, spec, mesh, axes, f"{self.name}: args{tree.path_string(path)}")
@@ -92,9 +95,11 @@ class ShardMap:
         names = self.axis_names
         axes = (names,) if isinstance(names, str) else tuple(names or ())
         if names is None:
-            axes = tuple(axis for axis in mesh.axis_names if axis not in taken)
+            # The axis that splits the batch of a vmap stays with the compiler.
+            busy = {*taken, *spmd_axes()}
+            axes = tuple(axis for axis in mesh.axis_names if axis not in busy)
         for axis in axes:
-            if axis not in mesh.shape or axis in taken:
+            if axis not in mesh.shape or axis in taken or axis in spmd_axes():
                 why = "is not an axis of the mesh" if axis not in mesh.shape else "is bound already"
                 fix = f"axis_names={[a for a in mesh.axis_names if a not in taken]}"
                 raise ShardingError(
@@ -110,8 +115,9 @@ class ShardMap:
             return leaf
         leaf = torch.as_tensor(leaf)
         self.check_spec(spec, axes, leaf.ndim, where, "in_specs")
-        dims = layout_of(_split(spec), leaf.shape, mesh, where).dims
-        return cross(Boundary(mesh, axes, dims, *_owed(spec), inward=True), leaf)
+        dims = layout_of(spec, leaf.shape, mesh, where).dims
+        boundary = Boundary(mesh, axes, dims, spec.unreduced, spec.reduced, inward=True)
+        return cross(boundary, leaf)
 
     def leave(self, leaf: Any, spec: Any, mesh: Mesh, axes: Axes, where: str) -> torch.Tensor:
         """Put a result together, after checking that it is to each axis what its spec says."""
@@ -124,8 +130,8 @@ class ShardMap:
         self.check_spec(spec, axes, leaf.ndim, where, "out_specs")
         counts = [mesh.count((e,) if isinstance(e, str) else e or ()) for e in spec]
         shape = [n * k for n, k in zip(leaf.shape, counts, strict=False)]
-        dims = layout_of(_split(spec), [*shape, *leaf.shape[len(shape) :]], mesh, where).dims
-        boundary = Boundary(mesh, axes, dims, *_owed(spec), inward=False)
+        dims = layout_of(spec, [*shape, *leaf.shape[len(shape) :]], mesh, where).dims
+        boundary = Boundary(mesh, axes, dims, spec.unreduced, spec.reduced, inward=False)
         return cross(boundary, self.checked(leaf, boundary, axes, where))
 
     def check_spec(self, spec: Any, axes: Axes, rank: int, where: str, given: str) -> None:
@@ -137,11 +143,12 @@ class ShardMap:
                 message(
                     where,
                     f"has rank {rank}, its {given} entry {spec} names {len(spec)} dims.",
-                    fix=f"{P(*spec[:rank])}, or give it dims of size 1: x[None]",
+                    fix="return x[None]: blocks are joined along a dim that is there"
+                    if given == "out_specs"
+                    else f"{P(*spec[:rank])}",
                 )
             )
-        named = [a for e in spec for a in ((e,) if isinstance(e, str) else e or ())]
-        for axis in (*named, *(a for some in _owed(spec) for a in some)):
+        for axis in spec.axes:
             if axis not in axes:
                 raise ShardingError(
                     message(
@@ -158,7 +165,9 @@ class ShardMap:
         split = [axis for dim in boundary.dims for axis in dim]
         for axis in axes:
             state = variance_of(x).state(axis)
-            if state == "varying" and axis not in split and axis not in spmd_axes():
+            if state == "reduced" and axis not in boundary.reduced:
+                x = cast(x, boundary.mesh, (axis,), "invarying")
+            if state == "varying" and axis not in split:
                 if axis in boundary.unreduced:
                     continue  # what the devices hold leaves as addends
                 if self.check:
@@ -172,15 +181,6 @@ class ShardMap:
         return x
 
 
-def _split(spec: Any) -> Any:
-    return P(*spec) if isinstance(spec, P) else spec
-
-
-def _owed(spec: Any) -> tuple[Axes, Axes]:
-    """The unreduced and the reduced axes of a spec."""
-    return tuple(getattr(spec, "unreduced", ())), tuple(getattr(spec, "reduced", ()))
-
-
 def _still_varies(where: str, axis: str, x: torch.Tensor) -> ShardingError:
     return ShardingError(
         message(
@@ -188,7 +188,8 @@ def _still_varies(where: str, axis: str, x: torch.Tensor) -> ShardingError:
             f"varies over {axis!r}, which its out_specs do not mention.",
             f"it is {variance_of(x)}: the devices along {axis!r} may hold different values.",
             fix=f"pfx.lax.psum(x, {axis!r}) or pmean if they are to be combined; "
-            f'{axis!r} in out_specs if they are blocks of the result; all_gather(…, to="invarying")',
+            f"{axis!r} in out_specs{' and x[None]' if not x.ndim else ''} if they are blocks of the "
+            'result; all_gather(…, to="invarying")',
         )
     )
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from pfx import _torch, tree
-from pfx._torch import TensorMeta
+from pfx import tree
 from pfx.errors import ShardingError, TraceError, message, user_line
 from pfx.lax.collective import Collective, apply, cast
 from pfx.lax.index import AxisIndex
@@ -74,8 +73,8 @@ def pmean(x: Any, axis: Axis, *, groups: GroupsArg = None) -> Any:
     >>> mean(torch.tensor([1., 3.]))
     tensor([2.])
     """
-    size = psum(1, axis, groups=groups)
     bound("pmean", axis)
+    size = psum(1, axis, groups=groups)
 
     def one(leaf: Any) -> Any:
         leaf = torch.as_tensor(leaf)
@@ -100,7 +99,7 @@ def _extremum(x: Any, reduce: str, axis: Axis, groups: GroupsArg) -> Any:
 
     def one(leaf: Any) -> torch.Tensor:
         leaf = torch.as_tensor(leaf)
-        _refuse_addends(leaf, f"p{reduce}", axes)
+        _refuse_addends(leaf, f"p{reduce}", region.axes)  # over others, too, it is not linear
         if groups is not None:
             gathered = all_gather(leaf, axis, groups=groups)
             return gathered.amax(0) if reduce == "max" else gathered.amin(0)
@@ -189,6 +188,8 @@ def psum_scatter(
         _check_split("psum_scatter", leaf, at, size, axes, tiled=tiled)
         variance = variance_of(leaf)
         owed = all(variance.state(axis) == "unreduced" for axis in axes)
+        if not owed:
+            _refuse_addends(leaf, "psum_scatter", axes)
         source = "unreduced" if owed else "varying"
         made = Collective(
             "reduce_scatter", region.mesh, axes, source, "varying", dim=at, groups=ranks
@@ -292,8 +293,7 @@ def axis_index(axis: Axis) -> torch.Tensor:
     tensor([0, 1, 2])
     """
     region, axes = bound("axis_index", axis)
-    index = AxisIndex(region.mesh, axes)
-    return _torch.bind(index, [], [TensorMeta((), torch.int64, region.mesh.device)])[0]
+    return AxisIndex(region.mesh, axes)()[0]
 
 
 def axis_size(axis: Axis) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pfx import _torch
+from pfx import _torch, tree
 
 # For each running vmap with a spmd axis, where it runs (`_torch.level`) and the axis.
 _SPMD: contextvars.ContextVar[Mapping[Any, str]] = contextvars.ContextVar(
@@ -37,14 +37,18 @@ def vmap(
     tensor([3., 3.])
     """
     options: dict[str, Any] = {"randomness": randomness, "chunk_size": chunk_size}
-    if spmd_axis_name is None:
-        return torch.func.vmap(fn, in_dims, out_dims, **options)
 
     def mapped(*args: Any, **named: Any) -> Any:
-        with _over(spmd_axis_name):
+        with contextlib.nullcontext() if spmd_axis_name is None else _over(spmd_axis_name):
             return fn(*args, **named)
 
-    return torch.func.vmap(mapped, in_dims, out_dims, **options)
+    if not isinstance(out_dims, int) or out_dims == 0:
+        return torch.func.vmap(mapped, in_dims, out_dims, **options)
+    leading = torch.func.vmap(mapped, in_dims, 0, **options)
+    # torch's own way with a result that does not depend on the batch reads past its sizes.
+    return lambda *args, **named: tree.map(
+        lambda x: x.movedim(0, out_dims), leading(*args, **named)
+    )
 
 
 @contextlib.contextmanager

@@ -9,18 +9,19 @@ from the primal's: varying and invarying are their own duals, reduced and unredu
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx
 
-from pfx._torch import OpOverload
 from pfx.errors import ShardingError, message, user_line
+from pfx.lax.linearity import Linear, asks_form, leaves, linear_in, loses_numbers, op_name
+from pfx.lax.pure_form import arguments, is_op
+from pfx.lax.views import is_view
 
 STATES = ("varying", "invarying", "unreduced", "reduced")
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -70,86 +71,152 @@ class Variance:
 INVARYING = Variance()
 
 
+def misplaced(wanted: Variance, found: Variance) -> tuple[str, str]:
+    """What is wrong with the variance of a cotangent, and what mends it; two empty texts if nothing is.
+
+    One that is the same on all devices is also a varying one.
+    """
+    for axis in sorted(wanted.all_axes | found.all_axes):
+        want, got = wanted.state(axis), found.state(axis)
+        if got != want and (want, got) != ("varying", "invarying"):
+            what = f"gets a cotangent that is {got} over {axis!r} and must be {want}."
+            cast = f"ct = pfx.lax.pcast(ct, {axis!r}, to={want!r})"
+            return what, f"ct = pfx.lax.psum(ct, {axis!r})" if want == "invarying" else cast
+    return "", ""
+
+
+def joined(a: Variance, b: Variance) -> Variance:
+    """What a value that is now the one and now the other is, as the carry of a loop.
+
+    Raises:
+        ShardingError: where it is addends in one of them alone.
+    """
+    for axis in sorted(a.unreduced ^ b.unreduced):
+        states = (a.state(axis), b.state(axis))
+        raise ShardingError(
+            message(
+                f"the carry of a loop at {user_line()}:",
+                f"is {states[0]} over {axis!r} at first, and {states[1]} after a step.",
+                fix=f"begin with one device's share: pfx.lax.pcast(x, {axis!r}, "
+                'to="varying"), and of that to="unreduced"',
+            )
+        )
+    varying = a.varying | b.varying
+    return Variance(varying, a.unreduced, (a.reduced | b.reduced) - varying)
+
+
 def result_variance(
-    op: Any, operands: Sequence[Variance], args: Sequence[Any] = (), line: str = ""
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    variance_of_leaf: Callable[[Any], Variance | None],
+    *,
+    is_zero: Callable[[Any], bool],
+    line: str = "",
 ) -> Variance:
-    """The variance of what an op makes of its tensor operands.
+    """The variance of what an op makes of its operands.
 
     Args:
-        args: all arguments of the op, for the numbers among them.
+        args: positional arguments of the op; what stands for tensors among them are its operands.
+        variance_of_leaf: what an operand is; None for one that is not to count, and for a number.
+        is_zero: tells an operand that is zero whatever it is along the axes, as an addend may be.
         line: of the user's, where it is called.
 
     Raises:
         ShardingError: for an op that is not linear in an unreduced operand, and for addends beside
             values that are not, since ``f(a) + f(b)`` would not be ``f(a + b)``.
     """
-    if not any(v.unreduced or v.reduced for v in operands):
-        return Variance(frozenset().union(*(v.varying for v in operands)))
-    varying = frozenset().union(*(v.varying for v in operands))
-    unreduced = frozenset().union(*(v.unreduced for v in operands))
-    reduced = frozenset().union(*(v.reduced for v in operands)) - unreduced
-    for axis in sorted(unreduced):
-        states = [v.state(axis) for v in operands]
-        if not _keeps_addends(op, states, args):
-            raise _not_linear(op, axis, states, line or user_line())
-    return Variance(varying - unreduced, unreduced, reduced - varying)
+    operands = leaves([*args, *kwargs.values()])
+    found = [v for x in operands if (v := variance_of_leaf(x)) is not None]
+    varying = frozenset().union(*(v.varying for v in found))
+    if not any(v.unreduced or v.reduced for v in found) or asks_form(op):
+        return Variance(varying)
+    reduced = [variance_of_leaf(x) for x in operands if _can_have_cotangent(x)]
+    unreduced = frozenset().union(*(v.unreduced for v in found))
+    if unreduced:
+        unreduced = _unreduced(op, args, kwargs, variance_of_leaf, is_zero, line)
+    copies = frozenset().union(*(v.reduced for v in reduced if v is not None))
+    return Variance(varying, unreduced, copies - unreduced - varying)
 
 
-# Linear in all operands together: sums, and what only moves elements.
-_ADDITIVE = frozenset({
-    "add", "sub", "rsub", "neg", "sum", "clone", "_to_copy", "to", "cat", "stack", "mean", "detach",
-    "alias", "index", "index_select", "gather", "flip", "roll", "constant_pad_nd", "slice_backward",
-    "select_backward", "copy", "lift_fresh", "zeros_like", "diagonal", "tril", "triu", "cumsum",
-    "reshape", "_unsafe_view", "contiguous", "repeat", "index_put", "scatter_add", "index_add",
-    "select_scatter", "slice_scatter", "masked_fill", "where", "_reshape_alias", "new_zeros",
-    "new_empty_strided", "zero", "is_same_size", "full_like", "embedding_dense_backward",
-})  # fmt: skip
-# Linear in one operand while the others stay as they are.
-_MULTILINEAR = frozenset({
-    "mul", "mm", "bmm", "matmul", "dot", "mv", "convolution", "linear", "einsum", "ger", "outer",
-})  # fmt: skip
+def _can_have_cotangent(leaf: Any) -> bool:
+    """Tell whether it makes a difference that a value is reduced: not of a mask or an index."""
+    dtype = dtype_of(leaf)
+    return dtype is None or dtype.is_floating_point or dtype.is_complex
 
 
-def _keeps_addends(op: Any, states: Sequence[str], args: Sequence[Any]) -> bool:
-    """Tell whether an op of addends along one axis makes addends of the right result."""
-    name = str(getattr(op, "overloadpacket", op)).split(".")[-1].rstrip("_")
-    if name in _PUTS_A_NUMBER and any(_number(arg) for arg in args[_PUTS_A_NUMBER[name] :]):
-        return False  # every device would put it in once
-    count, others = states.count("unreduced"), {s for s in states if s != "unreduced"}
-    if name in _ADDITIVE or _is_view(op):
-        return not others or (others == {"invarying"} and name in _INDEXED)
-    if "varying" in others or count != 1:
-        return False
-    first = states[0] == "unreduced"
-    return name in _MULTILINEAR or (first and (name == "div" or name.endswith("_backward")))
+def dtype_of(leaf: Any) -> torch.dtype | None:
+    """The dtype of an operand, a tensor or what stands for one; None for any other argument."""
+    value = leaf.meta.get("val") if isinstance(leaf, torch.fx.Node) else leaf
+    return value.dtype if isinstance(value, torch.Tensor) else None
 
 
-# Ops that put a number into the result, and the first argument that may be one.
-_PUTS_A_NUMBER = {"add": 1, "sub": 1, "rsub": 1, "masked_fill": 2, "constant_pad_nd": 2,
-                  "full_like": 1, "where": 1}  # fmt: skip
+def _unreduced(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    variance_of_leaf: Callable[[Any], Variance | None],
+    is_zero: Callable[[Any], bool],
+    line: str,
+) -> frozenset[str]:
+    """The axes along which a result holds addends, where some operand does."""
+    linear = linear_in(op, args, kwargs)
+    named = arguments(op, args, kwargs) if is_op(op) else dict(enumerate(args)) | dict(kwargs)
+    unread = linear.unread if linear else ()
+    operands = [
+        (name, leaf, variance)
+        for name, value in named.items()
+        for leaf in leaves(value)
+        if (variance := variance_of_leaf(leaf)) is not None and name not in unread
+    ]
+    axes = frozenset().union(*(v.unreduced for _, _, v in operands))
+    for axis in sorted(axes):
+        along = [(name, leaf, v.state(axis)) for name, leaf, v in operands]
+        if linear is None:
+            what = "is not linear in an operand that is"
+        elif loses_numbers(named, linear, dtype_of):
+            what = "rounds an operand that is"
+        else:
+            what = _mismatch(linear, along, named, is_zero)
+        if what:
+            states = [f"{name} is {state}" for name, _, state in along]
+            raise _not_linear(op, axis, what, states, line or user_line())
+    return axes
 
 
-def _number(arg: Any) -> bool:
-    return isinstance(arg, (int, float, complex)) and arg != 0
+def _mismatch(
+    linear: Linear,
+    along: Sequence[tuple[Any, Any, str]],
+    named: Mapping[Any, Any],
+    is_zero: Callable[[Any], bool],
+) -> str:
+    """What is wrong with the operands of a linear op along an axis; nothing if they fit."""
+    for name, leaf, state in along:
+        if state == "varying":
+            return "has one that is varying beside one that is"
+        if name in linear.together and state != "unreduced" and not is_zero(leaf):
+            return "adds a value that all devices have to one that is"
+        elsewhere = name not in (*linear.together, *linear.one_of, *linear.form)
+        if elsewhere and state == "unreduced":
+            return f"is not linear in {name!r}, which is"
+    for name in linear.together:
+        if any(_number(leaf) for leaf in leaves(named.get(name))):
+            return "adds a number, on every device, to an operand that is"
+    factors = [state for name, _, state in along if name in linear.one_of]
+    if factors and factors.count("unreduced") != 1:
+        return "multiplies several or none of the operands that are"
+    return ""
 
 
-_INDEXED = frozenset({"index", "index_select", "gather", "index_put", "scatter_add", "index_add",
-                      "masked_fill", "where", "embedding_dense_backward"})  # fmt: skip
+def _number(leaf: Any) -> bool:
+    return isinstance(leaf, (int, float, complex)) and leaf != 0
 
 
-def _is_view(op: Any) -> bool:
-    if not isinstance(op, OpOverload):
-        return False
-    returns = op._schema.returns
-    return bool(returns) and all(r.alias_info is not None for r in returns)
-
-
-def _not_linear(op: Any, axis: str, states: Sequence[str], line: str) -> ShardingError:
-    name = str(getattr(op, "overloadpacket", op)).removeprefix("aten.")
+def _not_linear(op: Any, axis: str, what: str, states: Sequence[str], line: str) -> ShardingError:
     return ShardingError(  # no TypeError: Python would take that for an operator that is not there
         message(
-            f"{name} at {line}:",
-            f"has an operand that is unreduced over {axis!r}.",
+            f"{op_name(op)} at {line}:",
+            f"{what} unreduced over {axis!r}.",
             f"operands along {axis!r}: {', '.join(states)}.",
             "devices hold addends there, and only sums and linear ops of them mean anything.",
             fix=f"x = pfx.lax.psum(x, {axis!r}) first, or pfx.lax.psum_scatter",
@@ -186,4 +253,33 @@ def _inferred(node: torch.fx.Node) -> Any:
         results = typed([n.meta["variance"] for n in node.args])  # type: ignore[union-attr]
         return results[0] if isinstance(node.meta.get("val"), torch.Tensor) else results
     line = node.meta.get("source") or "an unknown line"
-    return result_variance(node.target, found, node.args, line)
+    return result_variance(
+        node.target, node.args, node.kwargs, _of_node, is_zero=_is_zero_node, line=line
+    )
+
+
+def _of_node(leaf: Any) -> Variance | None:
+    return leaf.meta["variance"] if isinstance(leaf, torch.fx.Node) else None
+
+
+_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros", "zero", "_efficientzerotensor"})
+_FILLED = {"full": 1, "full_like": 1, "new_full": 2, "fill": 1, "scalar_tensor": 0}
+_FORWARD = frozenset({"clone", "_to_copy", "lift_fresh", "lift_fresh_copy", "reshape", "neg"})
+
+
+def _is_zero_node(leaf: Any) -> bool:
+    """Tell a value that a graph makes of zeros."""
+    while isinstance(leaf, torch.fx.Node):
+        if leaf.op == "get_attr":
+            value = getattr(leaf.graph.owning_module, str(leaf.target), None)
+            return isinstance(value, torch.Tensor) and not value.ndim and not value.item()
+        name = op_name(leaf.target) if is_op(leaf.target) else ""
+        if name in _ZEROS:
+            return True
+        if name in _FILLED:
+            given = [*leaf.args, *leaf.kwargs.values()][_FILLED[name] :]
+            return bool(given) and isinstance(given[0], (int, float)) and given[0] == 0
+        if not is_view(leaf.target) and name not in _FORWARD:
+            return False
+        leaf = leaf.args[0]
+    return False

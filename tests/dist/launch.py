@@ -43,7 +43,8 @@ def run_checks(
         limit: seconds after which all are killed and what they did not report has failed.
     """
     script = [str(ROOT / "tests/dist/checks.py"), str(out), *checks]
-    base = {key: text for key, text in os.environ.items() if key not in LAUNCHED}
+    leaks = lambda key: key in LAUNCHED or key.startswith("PYTEST")
+    base = {key: text for key, text in os.environ.items() if not leaks(key)}
     base |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PFX_TIMEOUT": "100"}
     module = ["-m", "torch.distributed.run", "--nproc-per-node", str(size),
               "--master-addr", "127.0.0.1", "--master-port", str(free_port())]  # fmt: skip

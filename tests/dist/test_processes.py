@@ -1,7 +1,8 @@
 """Real gloo processes compute what the simulated mesh computes, bit for bit.
 
-A process takes seconds to start, so each group of them is started once and runs many checks (the
-functions of `checks.py`). Both ways to be started are used: torch's launcher, and its variables.
+A process takes seconds to start, so each group of them is started once and runs many checks (functions
+of `checks.py` and `region_checks.py`). Both ways to be started are used: torch's launcher, and its
+variables.
 """
 
 from __future__ import annotations
@@ -23,10 +24,18 @@ FOUR = [
     *("sums_of_scattered", "unreduced", "manual_moves"),
     *("different_programs", "late_rank", "dead_rank"),
 ]
+REGIONS = [
+    *("every_collective", "dtypes", "every_gradient", "not_numbers", "groups", "orders_of_axes"),
+    *("loops", "owed_across_steps", "some_axes", "an_if", "the_simulated_tests"),
+]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("size", "torchrun", "checks"), [(2, True, TWO), (4, False, FOUR)])
+@pytest.mark.parametrize(
+    ("size", "torchrun", "checks"),
+    [(2, True, TWO), (4, False, FOUR), (4, False, REGIONS)],
+    ids=["2", "4", "4-regions"],
+)
 def test_processes(size: int, torchrun: bool, checks: list[str], tmp_path: Path) -> None:
     failures = run_checks(checks, tmp_path, size=size, torchrun=torchrun)
     assert not failures, "\n".join(failures)

@@ -26,6 +26,7 @@ _MATRICES = batched("... i j, ... k l -> ... m n")
 TABLE: dict[Any, Any] = {
     aten.mm: _product("m k, k n -> m n"),
     aten.bmm: _product("b m k, b k n -> b m n"),
+    aten.matmul: _product("... m k, ... k n -> ... m n"),
     aten.mv: _product("m k, k -> m"),
     aten.dot: _product("k, k -> "),
     aten.vdot: _product("k, k -> "),

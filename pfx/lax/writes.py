@@ -66,3 +66,19 @@ WRITERS: dict[Any, Writer] = {
     F.embedding: _lookup("input weight padding_idx max_norm"),
     F.embedding_bag: _lookup("input weight offsets max_norm"),
 }
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call of a torch function writes.
+
+    >>> x = torch.zeros(1)
+    >>> [x is y for y in written_by(torch.Tensor.add_, (x, 1), {})]
+    [True]
+    """
+    found = [kwargs.get("out")]
+    if is_in_place(func) and args:
+        found.append(args[0])
+    if func in WRITERS:
+        found.append(WRITERS[func].written(args, kwargs))
+    return [x for one in found for x in (one if isinstance(one, (list, tuple)) else (one,))
+            if isinstance(x, torch.Tensor)]  # fmt: skip

@@ -9,12 +9,13 @@ the local shape, and along which axes there are different parts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.fx
 
+from pfx._torch import TensorMeta
 from pfx.compiler.reshard import Move
 from pfx.compiler.rule import Rule, operand_nodes
 from pfx.lax.boundary import Boundary
@@ -53,7 +54,12 @@ def busy_axes(node: Node, mesh: Mesh) -> Axes:
     return mesh.ordered(tuple(axes))
 
 
-def without(layout: Layout, axes: Sequence[str]) -> Layout:
+def axes_of(meta: TensorMeta) -> frozenset[str]:
+    """The axes along which the devices of a region have values of their own."""
+    return meta.variance.axes if meta.variance else frozenset()
+
+
+def without(layout: Layout, axes: Collection[str]) -> Layout:
     """The layout of the same value with some axes not split over."""
     kept = tuple(tuple(a for a in dim if a not in axes) for dim in layout.dims)
     return layout if kept == layout.dims else Layout(kept)

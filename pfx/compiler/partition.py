@@ -17,7 +17,7 @@ import torch.fx
 from pfx.compiler.choose import Choice
 from pfx.compiler.ir import Compute, Instr, LoopInstr, Reshard, Value, values_in
 from pfx.compiler.loops import outputs_of, placeholders
-from pfx.compiler.manual import Name, after, move_of, names_of_results
+from pfx.compiler.manual import Name, after, axes_of, move_of, names_of_results
 from pfx.compiler.program import Program
 from pfx.compiler.propagate import Context, Decision, Solution
 from pfx.compiler.reshard import Move, plan_moves
@@ -28,7 +28,6 @@ from pfx.lax.constrain import Constraint
 from pfx.lax.index import AxisIndex
 from pfx.lax.scan import Loop
 from pfx.lax.variance import node_variance
-from pfx.mesh import Mesh
 from pfx.spec import Axes, Layout
 
 Node = torch.fx.Node
@@ -187,8 +186,9 @@ class _Emitter:
                 dims = (*lead, *(axes or () for axes in wish)) if wish else ((),) * len(layout.dims)
                 layout = Layout(dims)
             ins.append(self.at(operand, layout, node, "an operand of the loop"))  # type: ignore[arg-type]
-        own = [_own_axes(meta.variance, self.mesh) for meta in loop.body.in_metas[:c]]
-        ins[:c] = [self.spread(value, axes) for value, axes in zip(ins[:c], own, strict=True)]
+        metas = (*loop.body.in_metas[:c], *loop.body.out_metas[c:])
+        own = [self.mesh.ordered(tuple(axes_of(meta))) for meta in metas]
+        ins[:c] = [self.spread(value, axes) for value, axes in zip(ins[:c], own[:c], strict=True)]
         inner = _Emitter(loop.body.module, decision.body, self.context)
         body_ins = [inner.like(value, row=c <= i < c + x) for i, value in enumerate(ins)]
         outs_layout = decision.results
@@ -208,7 +208,9 @@ class _Emitter:
 
     def own(self, node: Node) -> Axes:
         """The axes along which the devices of a manual region have a value of their own."""
-        return _own_axes(node_variance(node), self.mesh) if self.context.manual else ()
+        if not self.context.manual:
+            return ()
+        return self.mesh.ordered(tuple(node_variance(node).axes))
 
     def named(self, node: Node, value: Value, layout: Layout) -> Layout:
         """The layout of a node's value that is `layout` but for the axes of a manual region."""
@@ -310,10 +312,6 @@ class _Emitter:
                 self.moved[key] = out
             now = self.moved[key]
         return now
-
-
-def _own_axes(variance: Any, mesh: Mesh) -> Axes:
-    return mesh.ordered(tuple(variance.axes)) if variance else ()
 
 
 class _Constant:

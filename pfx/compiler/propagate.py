@@ -20,13 +20,14 @@ import torch
 import torch.fx
 
 from pfx._torch import OpOverload
+from pfx.compiler.carries import settle_loop
 from pfx.compiler.choose import Choice, Chooser, Flow
 from pfx.compiler.loops import outputs_of, placeholders
 from pfx.compiler.manual import boundary_layouts, busy_axes, without
 from pfx.compiler.names import spec_of_names
 from pfx.compiler.rule import Rule, operand_nodes
 from pfx.compiler.rules import find_rule
-from pfx.compiler.wishes import Wish, agreed, common, open_factors, opinion, reduced
+from pfx.compiler.wishes import Wish, agreed, open_factors, opinion, reduced
 from pfx.lax.boundary import Boundary
 from pfx.lax.collective import Collective
 from pfx.lax.constrain import Constraint
@@ -276,46 +277,14 @@ class _Sweeps:
     # Loops --------------------------------------------------------------------------------------
 
     def decide_loop(self, node: Node) -> Decision:
-        """Find carries whose layouts the body keeps, then decide the body with them."""
+        """Decide a loop with its body."""
         loop: Loop = node.target  # type: ignore[assignment]
-        graph = loop.body.module.graph
-        region = [meta.variance.axes if meta.variance else () for meta in loop.body.in_metas]
-        have = [
-            without(self.layouts[n], axes)  # type: ignore[index]
-            for n, axes in zip(node.args, region, strict=True)
-        ]
-        c, x = loop.num_carry, loop.num_xs
-        wishes = self.result_wishes(node)
-        y_wishes = [_unstacked(w) for w in wishes[c:]]
-        xs = [layout.sliced() for layout in have[c : c + x]]
-        consts = have[c + x :]
-        carries = list(have[:c])
-        nothing: list[Layout | None] = [None] * len(y_wishes)
-        for attempt in range(5):
-            carry_wishes: list[Wish] = [
-                wish if k.free else k.dims for k, wish in zip(carries, wishes[:c], strict=True)
-            ]
-            body = propagate(
-                graph, [*carries, *xs, *consts], [*carry_wishes, *y_wishes],
-                [*([None] * c), *nothing], self.context, c,
-            )  # fmt: skip
-            new = [
-                _next_carry(old, without(out, own), attempt)
-                for old, out, own in zip(carries, body.outputs, region[:c], strict=False)
-            ]
-            if new == carries:
-                break
-            carries = new
-        else:
-            carries = [k.whole() for k in carries]
-        carries = [replicated(len(k.dims)) if k.free else k for k in carries]
-        body = propagate(
-            graph, [*carries, *xs, *consts], [*([None] * c), *y_wishes], [*carries, *nothing],
-            self.context, c,
-        )  # fmt: skip
-        ys = [_kept(out).stacked() for out in body.outputs[c:]]
-        operands = (*carries, *(k.stacked() for k in xs), *consts)
-        return Decision({}, operands, (*carries, *ys), body)
+        have = [self.layouts[n] for n in node.args]  # type: ignore[index]
+        solve = lambda graph, inputs, wishes, exact: propagate(
+            graph, inputs, wishes, exact, self.context, loop.num_carry
+        )
+        operands, results, body = settle_loop(loop, have, self.result_wishes(node), solve)
+        return Decision({}, operands, results, body)
 
     # Backward -----------------------------------------------------------------------------------
 
@@ -383,27 +352,3 @@ def _count_readers(graph: torch.fx.Graph, outs: Sequence[Node]) -> dict[Node, in
     for node in outs:
         counts[node] += 1
     return counts
-
-
-def _unstacked(wish: Wish) -> Wish:
-    return None if wish is None else wish[1:]
-
-
-def _kept(layout: Layout) -> Layout:
-    """A value that leaves a body is materialized, so it is no longer free."""
-    return replicated(len(layout.dims)) if layout.free else layout
-
-
-def _next_carry(old: Layout, out: Layout, attempt: int) -> Layout:
-    """The next guess for a carry: zeros take what the body makes, others follow it once."""
-    if out.free:
-        return old
-    if old.free:
-        return out if old.zero else out.whole()
-    if old == out:
-        return old
-    if old.partial and set(old.partial) == set(out.partial) and attempt < 2:
-        return out
-    if attempt < 2:
-        return out.whole()
-    return Layout(tuple(common(a, b) for a, b in zip(old.dims, out.dims, strict=True)))

@@ -7,6 +7,8 @@ a mesh and w may not be: each would be reduced before it is added. ``w + ((p + q
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.fx
 
@@ -48,11 +50,14 @@ def _continues(node: Node, outs: set[Node]) -> bool:
 def _reorder(graph: torch.fx.Graph, last: Node, outs: set[Node]) -> None:
     """Rewrite the chain that ends at `last` and runs through first operands."""
     chain = [last]
-    while (first := chain[-1].args[0]) and _is_add(first) and _continues(first, outs):
-        chain.append(first)  # type: ignore[arg-type]
+    while True:
+        first: Any = chain[-1].args[0]
+        if not (_is_add(first) and _continues(first, outs)):
+            break
+        chain.append(first)
     chain.reverse()
-    terms = [chain[0].args[0], *(node.args[1] for node in chain)]
-    partial = [term for term in terms if _may_be_partial(term)]  # type: ignore[arg-type]
+    terms: list[Any] = [chain[0].args[0], *(node.args[1] for node in chain)]
+    partial = [term for term in terms if _may_be_partial(term)]
     if len(partial) < 2 or len(partial) == len(terms):
         return
     total = _sum(graph, partial, chain, last)

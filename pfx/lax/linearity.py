@@ -116,7 +116,7 @@ def linear_in(op: Any, args: Any, kwargs: Any) -> Linear | None:
     pure = pure_op(op)
     if pure is None:
         return None
-    name = op_name(pure).removeprefix("_foreach_")
+    name = op_name(pure)
     rule = TABLE.get(name)
     if callable(rule):
         return rule(arguments(op, args, kwargs))
@@ -183,10 +183,55 @@ def leaves(value: Any) -> list[Any]:
 
 
 _PRODUCTS = frozenset(
-    "mul imul rmul multiply matmul imatmul rmatmul mm bmm mv dot vdot inner outer ger einsum kron "
-    "tensordot chain_matmul multi_dot vecdot linear bilinear conv1d conv2d conv3d conv_transpose1d "
-    "conv_transpose2d conv_transpose3d convolution conv_tbc addmm addbmm baddbmm addmv addr addcmul "
-    "addcdiv lerp div divide true_divide truediv itruediv rtruediv rdiv idiv".split()
+    [
+        "mul",
+        "imul",
+        "rmul",
+        "multiply",
+        "matmul",
+        "imatmul",
+        "rmatmul",
+        "mm",
+        "bmm",
+        "mv",
+        "dot",
+        "vdot",
+        "inner",
+        "outer",
+        "ger",
+        "einsum",
+        "kron",
+        "tensordot",
+        "chain_matmul",
+        "multi_dot",
+        "vecdot",
+        "linear",
+        "bilinear",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "convolution",
+        "conv_tbc",
+        "addmm",
+        "addbmm",
+        "baddbmm",
+        "addmv",
+        "addr",
+        "addcmul",
+        "addcdiv",
+        "lerp",
+        "div",
+        "divide",
+        "true_divide",
+        "truediv",
+        "itruediv",
+        "rtruediv",
+        "rdiv",
+        "idiv",
+    ]
 )
 
 
@@ -199,6 +244,6 @@ def is_product(func: Any) -> bool:
     (True, True, False)
     """
     name = (
-        getattr(func, "__name__", "").strip("_").removeprefix("linalg_").removeprefix("_foreach_")
+        getattr(func, "__name__", "").strip("_").removeprefix("linalg_")
     )
     return name in _PRODUCTS

@@ -161,7 +161,10 @@ def _unreduced(
 ) -> frozenset[str]:
     """The axes along which a result holds addends, where some operand does."""
     linear = linear_in(op, args, kwargs)
-    named = arguments(op, args, kwargs) if is_op(op) else dict(enumerate(args)) | dict(kwargs)
+    if is_op(op):
+        named = arguments(op, args, kwargs)
+    else:
+        named = {str(i): value for i, value in enumerate(args)} | dict(kwargs)
     unread = linear.unread if linear else ()
     operands = [
         (name, leaf, variance)
@@ -213,13 +216,15 @@ def _number(leaf: Any) -> bool:
 
 
 def _not_linear(op: Any, axis: str, what: str, states: Sequence[str], line: str) -> ShardingError:
+    psum = f"pfx.lax.psum(x, {axis!r})"
+    later = f"add after {psum}; on one device alone, where pfx.lax.axis_index({axis!r}) == 0"
     return ShardingError(  # no TypeError: Python would take that for an operator that is not there
         message(
             f"{op_name(op)} at {line}:",
             f"{what} unreduced over {axis!r}.",
             f"operands along {axis!r}: {', '.join(states)}.",
             "devices hold addends there, and only sums and linear ops of them mean anything.",
-            fix=f"x = pfx.lax.psum(x, {axis!r}) first, or pfx.lax.psum_scatter",
+            fix=later if what.startswith("adds") else f"x = {psum} first, or pfx.lax.psum_scatter",
         )
     )
 

@@ -191,6 +191,7 @@ def _looped_densely(x: torch.Tensor) -> torch.Tensor:
 
 
 _KEEP: Fn = lambda x: x
+_OF_REGION = pfx.jit(_REGION, mesh=MESH)
 _JITTED = pfx.jit(lambda x: x.cumsum(0) * x, mesh=MESH, in_specs=P("i", "j"))
 
 GLOBAL = (
@@ -212,8 +213,8 @@ GLOBAL = (
     Row("constrain by names", lambda x: pfx.constrain(x, "rows _"), _KEEP, (4, 2)),
     Row("constrain to unreduced", lambda x: pfx.constrain(x, P(None, "j", unreduced="i")), _KEEP,
         (4, 2)),
-    Row("jit", _JITTED, lambda x: x.cumsum(0) * x, (4, 2)),
-    Row("jit of a shard_map", pfx.jit(_REGION, mesh=MESH), _crossed, (4, 2)),
+    Row("jit", lambda x: pfx.device_get(_JITTED(x)), lambda x: x.cumsum(0) * x, (4, 2)),
+    Row("jit of a shard_map", lambda x: pfx.device_get(_OF_REGION(x)), _crossed, (4, 2)),
     Row("remat of a shard_map", pfx.remat(_REGION), _crossed, (4, 2)),
     Row("scan of a shard_map", _looped(_REGION), _looped_densely, (4, 2)),
     Row("scan of a shard_map, rematerialized", _looped(_REGION, remat="full"), _looped_densely,

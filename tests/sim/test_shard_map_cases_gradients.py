@@ -262,14 +262,10 @@ class TestMeansOfUnequalMicrobatches:
     @EACH_WAY
     @pytest.mark.parametrize("axis", ["microbatches", "ranks"])
     def test_the_loss_is_the_mean_over_tokens(self, run: Any, axis: str) -> None:
-        dim = {"microbatches": 1, "ranks": 0}[axis]
-        # (rank, microbatch, token); two microbatches are on both ranks, each half of the tokens' loss
-        batch = {name: x.unsqueeze(dim) for name, x in self.BATCH.items()}
+        # (rank, microbatch, token): either each rank has one, or the second rank has none.
+        batch = {name: x.reshape(2, 1, 3) for name, x in self.BATCH.items()}
         if axis == "microbatches":
-            batch = {name: x.movedim(0, 1).reshape(1, 2, 3) for name, x in batch.items()}
-            batch = {name: torch.cat([x, torch.zeros_like(x)]) for name, x in batch.items()}
-        else:
-            batch = {name: x.reshape(2, 1, 3) for name, x in batch.items()}
+            batch = {name: torch.stack([x, 0 * x]) for name, x in self.BATCH.items()}
 
         def inner(w: torch.Tensor, batch: Any) -> Any:
             return window(w, {name: x[0] for name, x in batch.items()}, clamp=False)

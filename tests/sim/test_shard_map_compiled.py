@@ -22,6 +22,7 @@ from tests.sim.manual import EACH_WAY, assert_close, draw, mapped, ring
 
 FOUR = pfx.make_mesh(i=4)
 OBLONG = pfx.make_mesh(i=4, j=2)
+VARIED = functools.partial(lax.pcast, axis="i", to="varying")
 PLACES: tuple[Any, ...] = (
     None, P("i"), P("j", "i"), P(("i", "j")), P(("j", "i")), P(None, ("i", "j")), P("i", "j"),
 )  # fmt: skip
@@ -92,14 +93,11 @@ class TestTheCompilerAroundARegion:
         "gather": (lambda v: lax.all_gather(v, "i", tiled=True, to="invarying"), P()),
         "scatter": (lambda v: lax.psum_scatter(v, "i", tiled=True), P("i")),
         "permute": (lambda v: lax.ppermute(v, "i", [(0, 1), (1, 2)]), P("i")),
-        "cast": (lambda v: lax.pcast(v, "i", to="varying"), P("i")),
+        "cast": (VARIED, P("i")),
         "owed": (owed, P(unreduced=("i",))),
         "tiled": (lambda v: v, P("i")),
         "product": (lambda v: v @ v.T, P("i")),
-        "scan-ys": (
-            lambda v: pfx.scan(lambda c, w: (c, lax.pcast(v, "i", to="varying")), v, v)[1][0],
-            P("i"),
-        ),
+        "scan-ys": (lambda v: pfx.scan(lambda c, w: (c, VARIED(v)), v, v)[1][0], P("i")),
         "scan": (lambda v: pfx.scan(lambda c, w: (c + w, lax.psum(c, "i")), v, v)[1][1], P()),
     }
 
@@ -234,13 +232,11 @@ def test_sums_that_are_owed_pass_between_regions_and_jit() -> None:
 
 KEY = pfx.random.key(3)
 LOCAL = {
-    "topk": lambda x: torch.topk(x, 3, 1),
     "max": lambda x: tuple(torch.max(x, 1)),
     "split": lambda x: torch.split(x, [3, 5], 1),
     "no-rule": lambda x: torch.linalg.solve(x[:, :2] @ x[:, :2].T + torch.eye(2).double(), x),
     "layer_norm": lambda x: F.layer_norm(x, (8,)) * lax.axis_index("i"),
     "integers": lambda x: (x > 0).long().argmax(1) + lax.axis_index("i"),
-    "bools": lambda x: lax.ppermute(x > 0, "i", [(0, 1)]) | lax.all_to_all(x > 0, "i", 1, 1, tiled=True),
     "gather": lambda x: x.gather(1, (x.abs() * 2).long().clamp(0, 7)),
     "rank-index": lambda x: x.flip(1)[torch.arange(2), lax.axis_index("i").expand(2)],
     "random": lambda x: pfx.random.normal(pfx.random.fold_in(KEY, lax.axis_index("i")), x.shape) * x,
@@ -278,8 +274,8 @@ class TestMemoryOfOthers:
 
     @pytest.mark.parametrize(
         "make",
-        [lambda x: lax.pcast(torch.zeros(2, 8).double(), "i", to="varying"),
-         lambda x: lax.pcast(lax.psum(x, "i"), "i", to="varying"),
+        [lambda x: VARIED(torch.zeros(2, 8).double()),
+         lambda x: VARIED(lax.psum(x, "i")),
          lambda x: lax.all_gather(x, "i", tiled=True)[:2],
          lambda x: lax.ppermute(x, "i", ring(4)), lambda x: lax.ppermute(x, "i", [(0, 0), (1, 1)]),
          lambda x: lax.all_to_all(x, "i", 1, 1, tiled=True)],

@@ -1,8 +1,8 @@
-"""Random manual regions against a plain reference: values, types, gradients to order 2, vmap, compiled.
+"""Random manual regions against a plain reference: values, types, derivatives, vmap, compiled.
 
-The reference (`tests.sim.lockstep`) cuts every input into blocks, runs the program's text for all devices in
-lockstep on numpy arrays, and puts the blocks together. On torch tensors the same reference is a
-plain function of the global values, which torch.func differentiates without any of pfx.
+The reference (`tests.sim.lockstep`) cuts every input into blocks, runs the program's text for all
+devices in lockstep on numpy arrays, and puts the blocks together. On torch tensors the same reference
+is a plain function of the global values, which torch.func differentiates without any of pfx.
 
 Run more of them, and others, with ``HYPOTHESIS_PROFILE=explore pytest --hypothesis-seed=1``.
 """
@@ -119,7 +119,7 @@ def agree(what: str, found: Sequence[Any], want: Sequence[Any]) -> None:
     """Equal to 1e-9 of the largest element."""
     assert len(found) == len(want), what
     for i, (got, right) in enumerate(zip(found, want, strict=True)):
-        right = torch.as_tensor(numpy.array(right))
+        right = right if isinstance(right, torch.Tensor) else torch.from_numpy(right.copy())
         assert got.shape == right.shape, f"{what} {i}: {got.shape} is not {right.shape}"
         limit = 1e-9 * max(1.0, float(right.abs().max()))
         gap = float((got - right).abs().max())

@@ -87,7 +87,8 @@ def _of_blocks(fn: Any) -> Any:
 CELLS = [
     *(Cell(row, "global") for row in GLOBAL),
     *(Cell(row, "around") for row in LOCAL if "varying" in row.takes),
-    *(Cell(row, side) for side in ("varying", "invarying") for row in LOCAL if side in row.takes),
+    *(Cell(row, "varying") for row in LOCAL if "varying" in row.takes),
+    *(Cell(row, "invarying") for row in LOCAL if "invarying" in row.takes and row.typical),
 ]
 
 
@@ -160,11 +161,23 @@ def spread(cells: list[Cell], names: Mapping[str, Any], each: int) -> list[Any]:
 
 
 TYPICAL = [cell for cell in CELLS if cell.row.typical]
+# Cells that have been wrong, besides the ones that are spread.
+ONCE_WRONG = {
+    "remat": ("vmap of vjp", "vjp of vjp", "grad of vjp", "jacfwd of vjp"),
+    "all_gather to reduced": ("vjp of jvp", "jvp of grad", "jvp of vmap"),
+    "pcast to reduced": ("vjp of jvp", "grad of jvp", "jvp of grad"),
+}
 
 
-@pytest.mark.parametrize(("cell", "name"), spread(TYPICAL, PAIRS, 3))
+@pytest.mark.parametrize(("cell", "name"), spread(TYPICAL, PAIRS, 2))
 def test_pairs(cell: Cell, name: str) -> None:
     holds(cell, name)
+
+
+@pytest.mark.parametrize("cell", [c for c in TYPICAL if c.row.name in ONCE_WRONG], ids=str)
+def test_pairs_that_were_wrong(cell: Cell) -> None:
+    for name in ONCE_WRONG[cell.row.name]:
+        holds(cell, name)
 
 
 # Compiled, every typical row meets one transform on one side: the table's diagonal.
@@ -176,14 +189,21 @@ def test_compiled(cell: Cell, name: str) -> None:
     holds(cell, name, compiled)
 
 
-@pytest.mark.parametrize(
-    "cell", [cell for cell in TYPICAL if cell.side in ("global", "around")], ids=str
-)
+# Finite differences see through a stop_gradient.
+SMOOTH = [
+    cell
+    for cell in TYPICAL
+    if cell.side in ("global", "around")
+    and cell.row.name != "stop_gradient"
+    and not refusal(cell, "vjp")
+]
+
+
+@pytest.mark.parametrize("cell", SMOOTH, ids=str)
 def test_derivatives_by_finite_differences(cell: Cell) -> None:
     """First and second ones, in every pair of modes."""
-    if refusal(cell, "vjp"):
-        pytest.skip("has no derivative")
     x, w = cell.example()
     modes = ["reverse"] if refusal(cell, "jvp") else ["reverse", "forward"]
-    identity: Transform = lambda _, f: f
-    assert_gradients(lambda x: cell.found(identity, w.shape, x, w), x, modes=modes)
+    through: Transform = lambda _, f: f
+    # Near zero, where the fifth derivatives are small.
+    assert_gradients(lambda x: cell.found(through, w.shape, x, w), 0.3 * x, modes=modes)

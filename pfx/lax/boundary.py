@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from pfx import _torch
 from pfx._torch import TensorMeta
 from pfx.errors import ShardingError, message
 from pfx.lax.collective import cast
 from pfx.lax.collective_math import ordered_sum
 from pfx.lax.constrain import Constraint
+from pfx.lax.linear import apply
 from pfx.lax.local import local, part_at, variance_of
 from pfx.lax.spmd_axis import spmd_axis
 from pfx.lax.variance import Variance
@@ -50,20 +49,36 @@ class Boundary:
         return Layout(self.dims, self.unreduced)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (_torch.apply(_Boundary, self, x),)
+        return (apply(self, x),)
 
     def transposed(self) -> Boundary:
         """The way of the cotangent."""
         return replace(self, unreduced=self.reduced, reduced=self.unreduced, inward=not self.inward)
 
-    def batched(self) -> Boundary:
-        """The same for a value with one more leading dim, which the region does not split."""
-        return replace(self, dims=((), *self.dims))
+    def pushed(self) -> Boundary:
+        """The way of the tangent."""
+        return self
 
-    def beside(self, axis: str) -> Constraint:
-        """On the global side: the leading dim of a batch is split over an axis of the compiler's."""
-        spec = Layout(((axis,), *self.dims[1:]), self.unreduced).spec
-        return Constraint(spec, spec.dual)
+    def prepared(self, x: torch.Tensor) -> torch.Tensor:
+        """A value that is about to leave must be to each axis what the boundary says."""
+        if self.inward:
+            return x
+        split = tuple(axis for dim in self.dims for axis in dim)  # copies are blocks too
+        for axes, state in ((split, "varying"), (self.unreduced, "unreduced")):
+            x = cast(x, self.mesh, axes, state)
+        return cast(x, self.mesh, self.reduced, "reduced")
+
+    def mapped(self, x: torch.Tensor) -> torch.Tensor:
+        """The same for a value with one more leading dim, which the region does not split.
+
+        Where a vmap has said so, the compiler splits it, outside and inside.
+        """
+        axis, batched = spmd_axis(), replace(self, dims=((), *self.dims))
+        if axis is None:
+            return apply(batched, x)
+        spec = Layout(((axis,), *self.dims), self.unreduced).spec
+        beside = Constraint(spec, spec.dual)
+        return apply(batched, apply(beside, x)) if self.inward else apply(beside, apply(batched, x))
 
     def result_variances(self, operands: Sequence[Variance]) -> tuple[Variance, ...]:
         """What the result is along each axis: on the way out, nothing special."""
@@ -140,47 +155,3 @@ class Boundary:
             ]
             out[local_slices(shape, split, self.mesh, block)] = ordered_sum(addends)
         return out
-
-
-class _Boundary(torch.autograd.Function):
-    @staticmethod
-    def forward(boundary: Boundary, x: torch.Tensor) -> torch.Tensor:
-        return _torch.bind(boundary, [x], [boundary.out_meta(x)])[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.boundary = inputs[0]
-        if not output.is_floating_point() and not output.is_complex():
-            ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, Any]:  # type: ignore[override]
-        return None, cross(ctx.boundary.transposed(), cotangent)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, boundary: Boundary, x: torch.Tensor) -> tuple[Any, int]:
-        axis, boundary, x = spmd_axis(), boundary.batched(), x.movedim(in_dims[1], 0)
-        if axis is None:
-            return cross(boundary, x), 0
-        if boundary.inward:
-            return cross(boundary, boundary.beside(axis)(x)[0]), 0
-        return boundary.beside(axis)(cross(boundary, x))[0], 0
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return cross(ctx.boundary, tangent)
-
-
-def cross(boundary: Boundary, x: torch.Tensor) -> torch.Tensor:
-    """Bring a value across; on the way out it must first be to each axis what the boundary says."""
-    if not boundary.inward:
-        x = agreeing(boundary, x)
-    return _torch.apply(_Boundary, boundary, x)
-
-
-def agreeing(boundary: Boundary, x: torch.Tensor) -> torch.Tensor:
-    """Cast a value that is about to leave: copies beside blocks are blocks too."""
-    split = tuple(axis for dim in boundary.dims for axis in dim)
-    for axes, state in ((split, "varying"), (boundary.unreduced, "unreduced")):
-        x = cast(x, boundary.mesh, axes, state)
-    return cast(x, boundary.mesh, boundary.reduced, "reduced")

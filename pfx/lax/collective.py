@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from pfx import _torch
 from pfx._torch import TensorMeta
 from pfx.errors import TraceError, message
 from pfx.lax.collective_math import Groups, Perm, joint, pick, take, team
+from pfx.lax.linear import apply
 from pfx.lax.local import local, part_at, variance_of
 from pfx.lax.region import shown
 from pfx.lax.variance import Variance
@@ -104,9 +104,23 @@ class Collective:
             self, kind=kind, source=source, target=target, dim=dim, to_dim=to_dim, perm=perm
         )
 
-    def batched(self) -> Collective:
+    def pushed(self) -> Collective:
+        """The collective that the tangent goes through.
+
+        Raises:
+            TraceError: for a maximum or minimum.
+        """
+        if self.reduce != "sum":
+            raise _not_differentiable(self)
+        return self
+
+    def prepared(self, x: torch.Tensor) -> torch.Tensor:
+        """The operand, cast along the axes to what the collective takes."""
+        return cast(x, self.mesh, self.axes, self.source)
+
+    def mapped(self, x: torch.Tensor) -> torch.Tensor:
         """The same for a value with one more leading dim."""
-        return replace(self, dim=_next(self.dim), to_dim=_next(self.to_dim))
+        return apply(replace(self, dim=_next(self.dim), to_dim=_next(self.to_dim)), x)
 
     def result_variances(self, operands: Sequence[Variance]) -> tuple[Variance, ...]:
         """What the result is along each axis."""
@@ -168,47 +182,10 @@ def _together(c: Collective) -> tuple[Any, Any]:
     return one, pick(c.kind, dim=c.dim, to_dim=c.to_dim, size=c.size, perm=c.perm)
 
 
-class _Collective(torch.autograd.Function):
-    """Linear, so that its tangent is itself and its transpose is in the table."""
-
-    @staticmethod
-    def forward(collective: Collective, x: torch.Tensor) -> torch.Tensor:
-        return _torch.bind(collective, [x], [collective.out_meta(x)])[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.collective = inputs[0]
-        if not output.is_floating_point() and not output.is_complex():
-            ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, Any]:  # type: ignore[override]
-        return None, apply(ctx.collective.transposed(), cotangent)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, collective: Collective, x: torch.Tensor) -> tuple[Any, int]:
-        return apply(collective.batched(), x.movedim(in_dims[1], 0)), 0
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        if ctx.collective.reduce != "sum":
-            raise _not_differentiable(ctx.collective)
-        return apply(ctx.collective, tangent)
-
-
-def apply(collective: Collective, x: torch.Tensor) -> torch.Tensor:
-    """Apply a collective, after casting its operand along its axes to what it takes."""
-    for state in ("invarying", "reduced", "varying"):
-        axes = tuple(a for a in collective.axes if variance_of(x).state(a) == state)
-        if axes and state != collective.source:
-            x = _brought(x, collective.mesh, axes, state, collective.source)
-    return _torch.apply(_Collective, collective, x)
-
-
 def _brought(x: Any, mesh: Mesh, axes: Axes, source: str, target: str) -> torch.Tensor:
     """A value cast to another state along some axes, in one step or two."""
     for kind, before, after in _CASTS.get((source, target), ()):
-        x = _torch.apply(_Collective, Collective(kind, mesh, axes, before, after), x)
+        x = apply(Collective(kind, mesh, axes, before, after), x)
     if (source, target) in _CASTS:
         return x
     raise TraceError(
@@ -239,8 +216,8 @@ _CASTS = {
 def cast(x: torch.Tensor, mesh: Mesh, axes: Axes, state: str) -> torch.Tensor:
     """Say that a value is to be in another state along some axes; moves nothing."""
     for source in ("invarying", "reduced", "varying"):
-        moving = tuple(a for a in axes if variance_of(x).state(a) == source)
-        if moving and source != state:
+        moving = tuple(a for a in axes if variance_of(x).state(a) == source != state)
+        if moving:
             x = _brought(x, mesh, moving, source, state)
     return x
 

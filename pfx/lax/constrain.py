@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from pfx import _torch, tree
+from pfx import tree
 from pfx._torch import TensorMeta
 from pfx.errors import ShardingError, message, user_line
+from pfx.lax.linear import apply
 from pfx.lax.region import current_region
 from pfx.lax.spmd_axis import spmd_axis
 from pfx.spec import P, spec_leaves
@@ -29,7 +30,7 @@ class Constraint:
     recompute = True  # never saved for the backward part: a gathered weight is gathered again
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (_torch.apply(_Constrain, self, x),)
+        return (apply(self, x),)
 
     def compute(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The identity."""
@@ -43,9 +44,22 @@ class Constraint:
         """The constraint of the cotangent."""
         return Constraint(self.grad_spec, self.spec)
 
-    def batched(self, axis: str | None) -> Constraint:
-        """The constraint of a value with one more leading dim: whole, or split over `axis`."""
-        return Constraint(_lead(self.spec, axis), _lead(self.grad_spec, axis))
+    def out_meta(self, x: torch.Tensor) -> TensorMeta:
+        """The form of the operand."""
+        return TensorMeta.of(x)
+
+    def prepared(self, x: torch.Tensor) -> torch.Tensor:
+        """The operand as it is."""
+        return x
+
+    def pushed(self) -> Constraint:
+        """The constraint of the tangent."""
+        return self
+
+    def mapped(self, x: torch.Tensor) -> torch.Tensor:
+        """The constraint of a value with one more leading dim: whole, or split as a vmap says."""
+        axis = spmd_axis()
+        return apply(Constraint(_lead(self.spec, axis), _lead(self.grad_spec, axis)), x)
 
     def sliced(self) -> Constraint | None:
         """The constraint of one slice along dim 0, or None if dim 0 is split."""
@@ -65,30 +79,6 @@ def _unlead(spec: Spec) -> Spec | None:
     if isinstance(spec, str):
         return spec.split(" ", 1)[1] if " " in spec else ""
     return None if spec and spec[0] else spec.with_dims(*spec[1:])
-
-
-class _Constrain(torch.autograd.Function):
-    @staticmethod
-    def forward(constraint: Constraint, x: torch.Tensor) -> torch.Tensor:
-        return _torch.bind(constraint, [x], [TensorMeta.of(x)])[0]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.constraint = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, Any]:  # type: ignore[override]
-        return None, _torch.apply(_Constrain, ctx.constraint.transposed(), cotangent)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, constraint: Constraint, x: torch.Tensor) -> tuple[Any, int]:
-        return _torch.apply(
-            _Constrain, constraint.batched(spmd_axis()), x.movedim(in_dims[1], 0)
-        ), 0
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, tangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return _torch.apply(_Constrain, ctx.constraint, tangent)
 
 
 def constrain(x: Any, spec: Any, *, grad_spec: Any = None) -> Any:
@@ -118,7 +108,7 @@ def constrain(x: Any, spec: Any, *, grad_spec: Any = None) -> Any:
         if grad is None:
             grad = one.dual if isinstance(one, P) else one
         constraint = Constraint(one, grad)
-        out.append(_torch.apply(_Constrain, constraint, leaf))
+        out.append(apply(constraint, leaf))
     return tree.unflatten(treedef, out)
 
 

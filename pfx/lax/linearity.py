@@ -243,7 +243,5 @@ def is_product(func: Any) -> bool:
     >>> is_product(torch.Tensor.__mul__), is_product(torch.nn.functional.conv1d), is_product(torch.add)
     (True, True, False)
     """
-    name = (
-        getattr(func, "__name__", "").strip("_").removeprefix("linalg_")
-    )
+    name = getattr(func, "__name__", "").strip("_").removeprefix("linalg_")
     return name in _PRODUCTS

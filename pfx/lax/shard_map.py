@@ -15,9 +15,9 @@ import torch
 
 from pfx import _torch, tree
 from pfx.errors import MeshError, ShardingError, message
-from pfx.lax.boundary import Boundary, cross
+from pfx.lax.boundary import Boundary
 from pfx.lax.collective import Collective, cast
-from pfx.lax.collective import apply as apply_collective
+from pfx.lax.linear import apply
 from pfx.lax.local import variance_of
 from pfx.lax.mixing import Mixing
 from pfx.lax.region import Region, current_region, inside
@@ -117,7 +117,7 @@ class ShardMap:
         self.check_spec(spec, axes, leaf.ndim, where, "in_specs")
         dims = layout_of(spec, leaf.shape, mesh, where).dims
         boundary = Boundary(mesh, axes, dims, spec.unreduced, spec.reduced, inward=True)
-        return cross(boundary, leaf)
+        return apply(boundary, leaf)
 
     def leave(self, leaf: Any, spec: Any, mesh: Mesh, axes: Axes, where: str) -> torch.Tensor:
         """Put a result together, after checking that it is to each axis what its spec says."""
@@ -132,7 +132,7 @@ class ShardMap:
         shape = [n * k for n, k in zip(leaf.shape, counts, strict=False)]
         dims = layout_of(spec, [*shape, *leaf.shape[len(shape) :]], mesh, where).dims
         boundary = Boundary(mesh, axes, dims, spec.unreduced, spec.reduced, inward=False)
-        return cross(boundary, self.checked(leaf, boundary, axes, where))
+        return apply(boundary, self.checked(leaf, boundary, axes, where))
 
     def check_spec(self, spec: Any, axes: Axes, rank: int, where: str, given: str) -> None:
         """Refuse a spec that is too long, or names an axis the region does not bind."""
@@ -173,7 +173,7 @@ class ShardMap:
                 if self.check:
                     raise _still_varies(where, axis, x)
                 trusted = Collective("cast", boundary.mesh, (axis,), "varying", "invarying")
-                x = apply_collective(trusted, x)
+                x = apply(trusted, x)
             if state == "unreduced" and axis not in boundary.unreduced:
                 raise _still_owed(where, axis)
             if axis in boundary.unreduced and state in ("invarying", "reduced"):

@@ -13,8 +13,9 @@ import torch
 
 from pfx import tree
 from pfx.errors import ShardingError, TraceError, message, user_line
-from pfx.lax.collective import Collective, apply, cast
+from pfx.lax.collective import Collective, cast
 from pfx.lax.index import AxisIndex
+from pfx.lax.linear import apply
 from pfx.lax.local import variance_of
 from pfx.lax.region import Region, bound, shown
 from pfx.spec import Axes

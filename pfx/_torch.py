@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -38,7 +39,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from pfx.errors import user_line
+from pfx.errors import TraceError, message, raised_line, user_line
 
 DataDependentError = DataDependentOutputException
 DynamicShapeError = DynamicOutputShapeException
@@ -266,6 +267,30 @@ def _adopting_transforms() -> Iterator[None]:
             setattr(module, name, wrap)
 
 
+@contextlib.contextmanager
+def _restored() -> Iterator[None]:
+    """Put torch's dispatch state back when a trace fails, which torch itself does not always do.
+
+    Raises:
+        TraceError: for what torch 2.13 asserts in the place of tracing a vmap around a jacfwd.
+    """
+    state = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(*state):
+        try:
+            yield
+        except RuntimeError as error:
+            if "is_inference() INTERNAL ASSERT" not in str(error):
+                raise
+            at, chain = raised_line(error), [error]
+            while (before := chain[-1].__context__) is not None:
+                chain.append(before)  # type: ignore[arg-type]
+            for one in chain:  # guards in dead frames would change the state when they are freed
+                traceback.clear_frames(one.__traceback__)
+            what = "torch cannot trace a vmap around a jacfwd, and so none around a hessian."
+            fix = "jacrev in the place of jacfwd: jacrev(grad(f)) is the same Hessian"
+            raise TraceError(message(f"vmap at {at}:", what, fix=fix)) from None
+
+
 def trace(
     fn: Callable[..., Sequence[Any]],
     inputs: Sequence[Any],
@@ -298,7 +323,8 @@ def trace(
             _INNERMOST.reset(token)
 
     # Views are replayed, or the gradient of a change in place would look at memory by strides.
-    with _bare(), torch.autograd.set_multithreading_enabled(False), _replay_views(True):
+    threads = torch.autograd.set_multithreading_enabled(False)
+    with _restored(), _bare(), threads, _replay_views(True):
         fakes = [fake_tensor(TensorMeta.of(value), mode) for value in inputs]
         # Without an input make_fx would make up a fake mode of its own.
         unread = [] if fakes else [fake_tensor(TensorMeta((), torch.bool), mode)]

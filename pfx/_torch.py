@@ -13,7 +13,7 @@ import contextvars
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.fx
@@ -40,30 +40,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from pfx.errors import TraceError, message, raised_line, user_line
+from pfx.graphs import hoist_captured, lift_literals
+from pfx.meta import Primitive, TensorMeta
 
 DataDependentError = DataDependentOutputException
 DynamicShapeError = DynamicOutputShapeException
-
-
-@dataclass(frozen=True)
-class TensorMeta:
-    """What a trace knows of a tensor: no data, only its form."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: str = "cpu"
-    stride: tuple[int, ...] | None = None
-    variance: Any = None  # what it is along each axis of a manual region, see `pfx.lax.variance`
-
-    @staticmethod
-    def of(value: Any) -> TensorMeta:
-        """Read the meta of a tensor, or of anything with a shape and a dtype."""
-        if isinstance(value, TensorMeta):
-            return value
-        if isinstance(value, torch.Tensor):
-            stride = tuple(value.stride())
-            return TensorMeta(tuple(value.shape), value.dtype, value.device.type, stride)
-        return TensorMeta(tuple(value.shape), value.dtype)
 
 
 @dataclass
@@ -331,50 +312,10 @@ def trace(
         module = make_fx(run, tracing_mode="fake")(*fakes, *unread)
     if unread:
         module.graph.erase_node(next(iter(module.graph.nodes)))
-    captured = _hoist_captured(module.graph, len(fakes), lifts[0].captured)
-    captured += _lift_literals(module)
+    captured = hoist_captured(module.graph, len(fakes), lifts[0].captured)
+    captured += lift_literals(module, _bare)
     module.recompile()
     return Traced(module, captured, len(fakes), mode)
-
-
-def _hoist_captured(
-    graph: torch.fx.Graph, num_inputs: int, captured: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Move the inputs that were discovered on the way to the head; drop those that nothing uses."""
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    kept = []
-    anchor = graph._root
-    for i, node in enumerate(inputs):
-        if i >= num_inputs and not node.users:
-            graph.erase_node(node)
-            continue
-        anchor.append(node)
-        anchor = node
-        if i >= num_inputs:
-            kept.append(captured[i - num_inputs])
-    return kept
-
-
-def _lift_literals(module: torch.fx.GraphModule) -> list[torch.Tensor]:
-    """Make a tensor literal a number where it has no dims, else an input: bodies hold no data."""
-    graph, lifted = module.graph, []
-    for node in [node for node in graph.nodes if node.op == "get_attr"]:
-        value = getattr(module, node.target)
-        if value.ndim:
-            lifted.append(value)
-            first = next(n for n in graph.nodes if n.op != "placeholder")
-            with graph.inserting_before(first):
-                new = graph.placeholder(f"literal_{len(lifted)}")
-        else:
-            with _bare():
-                number = value.item()
-            options = {"dtype": value.dtype, "device": value.device}
-            with graph.inserting_before(node):
-                new = graph.call_function(torch.ops.aten.full.default, ([], number), options)
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
-    return lifted
 
 
 def node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
@@ -418,17 +359,6 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     out = function.apply(*[lift.adopt(arg) for arg in args])
     lift.mark(last)
     return out
-
-
-class Primitive(Protocol):
-    """An op of ours: a value with a name, whose parameters are its own fields.
-
-    Calling it applies it under whatever transform is active, so a graph that holds it can be run
-    and traced again; `compute` is what it does to plain tensors.
-    """
-
-    @property
-    def compute(self) -> Callable[..., tuple[torch.Tensor, ...]]: ...
 
 
 def bind(

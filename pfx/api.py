@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from pfx import _torch, tree
-from pfx._torch import TensorMeta
 from pfx.array import Array, own_parts
 from pfx.array import ShapeDtype as ShapeDtype
 from pfx.compiler.functional import ReadsValues, reads_values
@@ -33,6 +32,7 @@ from pfx.lax.body import trace_body
 from pfx.lax.constrain import constrain
 from pfx.lax.region import current_region
 from pfx.mesh import Mesh
+from pfx.meta import TensorMeta
 from pfx.runtime import runtime_of
 from pfx.runtime.resharding import resharded
 from pfx.spec import Layout, layout_of, replicated, spec_leaves

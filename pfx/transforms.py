@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from pfx import tree
-from pfx._torch import TensorMeta
 from pfx.errors import message
 from pfx.lax.body import meta_of
 from pfx.lax.local import variance_of
 from pfx.lax.variance import misplaced
+from pfx.meta import TensorMeta
 
 
 def grad(

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.fx
 
-from pfx._torch import TensorMeta
 from pfx.compiler.reshard import Move
 from pfx.compiler.rule import Rule, operand_nodes
 from pfx.lax.boundary import Boundary
@@ -23,6 +22,7 @@ from pfx.lax.collective import Collective
 from pfx.lax.scan import Loop
 from pfx.lax.variance import node_variance
 from pfx.mesh import Mesh
+from pfx.meta import TensorMeta
 from pfx.spec import Axes, Layout
 
 Node = torch.fx.Node

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from pfx import tree
-from pfx._torch import TensorMeta
 from pfx.array import Array, ShapeDtype
 from pfx.errors import MeshError, ShardingError, TraceError, message
 from pfx.mesh import Mesh
+from pfx.meta import TensorMeta
 from pfx.spec import P
 
 

@@ -19,11 +19,12 @@ import torch
 import torch.fx
 
 from pfx import _torch
-from pfx._torch import OpOverload, TensorMeta
+from pfx._torch import OpOverload
 from pfx.lax.functionalize import functionalize
 from pfx.lax.local import variance_of
 from pfx.lax.region import inside
 from pfx.lax.variance import node_variance
+from pfx.meta import TensorMeta
 
 
 @dataclass(frozen=True, eq=False)

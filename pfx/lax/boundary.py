@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pfx._torch import TensorMeta
 from pfx.errors import ShardingError, message
 from pfx.lax.collective import cast
 from pfx.lax.collective_math import ordered_sum
@@ -21,6 +20,7 @@ from pfx.lax.local import local, part_at, variance_of
 from pfx.lax.spmd_axis import spmd_axis
 from pfx.lax.variance import Variance
 from pfx.mesh import Mesh
+from pfx.meta import TensorMeta
 from pfx.spec import Axes, Layout, local_shape, local_slices
 
 

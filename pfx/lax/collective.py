@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from pfx._torch import TensorMeta
 from pfx.errors import TraceError, message
 from pfx.lax.collective_math import Groups, Perm, joint, pick, take, team
 from pfx.lax.linear import apply
@@ -22,6 +21,7 @@ from pfx.lax.local import local, part_at, variance_of
 from pfx.lax.region import shown
 from pfx.lax.variance import Variance
 from pfx.mesh import Mesh
+from pfx.meta import TensorMeta
 from pfx.spec import Axes
 
 # (kind, what the operand is, what the result is): each is the transpose of the other.

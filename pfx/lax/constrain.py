@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from pfx import tree
-from pfx._torch import TensorMeta
 from pfx.errors import ShardingError, message, user_line
 from pfx.lax.linear import apply
 from pfx.lax.region import current_region
 from pfx.lax.spmd_axis import spmd_axis
+from pfx.meta import TensorMeta
 from pfx.spec import P, spec_leaves
 
 Spec = P | str

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pfx import _torch, tree
-from pfx._torch import TensorMeta
+from pfx.meta import TensorMeta
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from pfx import _torch
-from pfx._torch import TensorMeta
+from pfx.meta import TensorMeta
 
 
 class Linear(Protocol):

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from pfx import _torch
-from pfx._torch import TensorMeta
 from pfx.lax.body import (
     Body,
     cotangent_meta,
@@ -33,6 +32,7 @@ from pfx.lax.body import (
 from pfx.lax.spmd_axis import spmd_axis, vmap
 from pfx.lax.variance import joined
 from pfx.lax.zeros import zero_cotangent, zeros_of
+from pfx.meta import TensorMeta
 
 
 @dataclass(frozen=True, eq=False)

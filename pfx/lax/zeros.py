@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from pfx import _torch
-from pfx._torch import TensorMeta
 from pfx.lax.local import Local, local, variance_of
 from pfx.lax.variance import INVARYING, Variance
+from pfx.meta import TensorMeta
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from pfx._torch import TensorMeta
 from pfx.array import Array
 from pfx.compiler.lower import lower
 from pfx.mesh import Mesh
+from pfx.meta import TensorMeta
 from pfx.runtime import runtime_of
 from pfx.spec import Layout
 

@@ -17,6 +17,7 @@ from pfx import _torch
 from pfx.errors import ShardingError, message, user_line
 from pfx.lax.arguments import map_tensors, tensors_in
 from pfx.lax.collective import cast
+from pfx.lax.linearity import is_product
 from pfx.lax.local import variance_of, writes_varying
 from pfx.lax.picking import picked
 from pfx.lax.region import Region, current_region, shown
@@ -56,7 +57,7 @@ class Mixing(TorchFunctionMode):
         found = [variance_of(x) for x in tensors]
         if all(v == found[0] for v in found):
             return func(*args, **kwargs)
-        common = _common(found, region)
+        common = _common(found, region, product=is_product(func))
         for x in changed:
             axes = [a for a in common["varying"] if variance_of(x).state(a) != "varying"]
             if axes:
@@ -68,7 +69,7 @@ class Mixing(TorchFunctionMode):
         """An operand, cast where it is not yet what the others are."""
         variance = variance_of(x)
         for state, axes in common.items():
-            moving = tuple(a for a in axes if variance.state(a) != state)
+            moving = tuple(a for a in axes if variance.state(a) not in (state, "unreduced"))
             if moving and (x.is_floating_point() or x.is_complex()):
                 _check_strict(func, variance, moving, state, region)
                 x = self.cast_once(x, moving, state, region)
@@ -101,8 +102,11 @@ def _is_ours(args: Any) -> bool:
     )
 
 
-def _common(found: Sequence[Variance], region: Region) -> Common:
-    """For varying and reduced, the axes along which other operands are to become so."""
+def _common(found: Sequence[Variance], region: Region, *, product: bool) -> Common:
+    """For varying and reduced, the axes along which other operands are to become so.
+
+    A factor beside addends becomes reduced: its own cotangent, a product with addends, is addends.
+    """
     common: Common = {"varying": (), "reduced": ()}
     for axis in region.axes:
         states = {v.state(axis) for v in found}
@@ -110,6 +114,8 @@ def _common(found: Sequence[Variance], region: Region) -> Common:
             if state in states and "unreduced" not in states and len(states) > 1:
                 common[state] += (axis,)
                 break
+        if product and states == {"unreduced", "invarying"}:
+            common["reduced"] += (axis,)
     return common
 
 

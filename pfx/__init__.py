@@ -36,10 +36,10 @@ from pfx.mesh import make_mesh as make_mesh
 
 # Training.
 from pfx.plan import Plan as Plan
-from pfx.spec import P as P
 
 # Write the function of one device by hand.
-from pfx.spmd import shard_map as shard_map
+from pfx.shard_map import shard_map as shard_map
+from pfx.spec import P as P
 from pfx.train import TrainState as TrainState
 from pfx.train import TrainStep as TrainStep
 from pfx.train import make_train_step as make_train_step

@@ -17,7 +17,9 @@ class TensorMeta:
     dtype: torch.dtype
     device: str = "cpu"
     stride: tuple[int, ...] | None = None
-    variance: Any = None  # what it is along each axis of a manual region, see `pfx.lax.variance`
+    variance: Any = (
+        None  # what it is along each axis of a manual region, see `pfx.lax.manual.variance`
+    )
 
     @staticmethod
     def of(value: Any) -> TensorMeta:

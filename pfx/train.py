@@ -92,8 +92,6 @@ class TrainStep:
     check: bool
     deterministic: bool
 
-    # Where the state lives ----------------------------------------------------------------------
-
     @cached_property
     def shapes(self) -> TrainState:
         """The state's shapes and dtypes, without memory."""
@@ -148,8 +146,6 @@ class TrainStep:
         axis = self.plan.logical_names["batch"]
         return tree.map(lambda leaf: P(axis) if len(leaf.shape) else P(), batch)
 
-    # Making a state -----------------------------------------------------------------------------
-
     def _fresh_state(self, key: torch.Tensor) -> TrainState:
         init_key, step_key = random.split(key).unbind(0)
         params = self.init_fn(init_key)
@@ -167,8 +163,6 @@ class TrainStep:
 
         placed = device_put(params, self.mesh, self.state_specs.params)
         return jit(fresh, mesh=self.mesh, out_specs=self.state_specs)(placed, key)
-
-    # The step -----------------------------------------------------------------------------------
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Run one step; `batch` holds global tensors or Arrays, dim 0 the batch."""

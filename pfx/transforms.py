@@ -11,8 +11,8 @@ import torch
 from pfx import tree
 from pfx.errors import message
 from pfx.lax.body import meta_of
-from pfx.lax.local import variance_of
-from pfx.lax.variance import misplaced
+from pfx.lax.manual.local import variance_of
+from pfx.lax.manual.variance import misplaced
 from pfx.meta import TensorMeta
 
 

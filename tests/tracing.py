@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pfx import _torch
-from pfx.lax.functionalize import functionalize
+from pfx.lax.ops.functionalize import functionalize
 
 Function = Callable[..., Sequence[torch.Tensor]]
 

@@ -12,7 +12,7 @@ from pfx import _torch
 from pfx.compiler.batched import unmerge_batches
 from pfx.compiler.functional import check_pure
 from pfx.compiler.loops import outputs_of, prune_loops, sink_constraints
-from pfx.compiler.manual import settle
+from pfx.compiler.manual import has_regions, settle
 from pfx.compiler.partition import partition
 from pfx.compiler.passes import bucket_collectives, number_in_order
 from pfx.compiler.program import Program
@@ -20,7 +20,7 @@ from pfx.compiler.propagate import Context, propagate
 from pfx.compiler.reuse import reuse_buffers
 from pfx.compiler.simplify import simplify
 from pfx.compiler.sums import reassociate_sums
-from pfx.lax.functionalize import functionalize
+from pfx.lax.ops.functionalize import functionalize
 from pfx.mesh import Mesh
 from pfx.spec import Layout, effective
 
@@ -68,7 +68,8 @@ def lower(
     prune_loops(module.graph)
     unmerge_batches(module.graph)
     reassociate_sums(module.graph)
-    manual = settle(module.graph)
+    manual = has_regions(module.graph)
+    settle(module.graph)
     context = Context(mesh, names, rules or {}, manual=manual)
     captured = [Layout(((),) * tensor.ndim) for tensor in traced.captured]
     asked_in = [*in_layouts, *captured]

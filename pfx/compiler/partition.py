@@ -17,17 +17,18 @@ import torch.fx
 from pfx.compiler.choose import Choice
 from pfx.compiler.ir import Compute, Instr, LoopInstr, Reshard, Value, values_in
 from pfx.compiler.loops import outputs_of, placeholders
-from pfx.compiler.manual import Name, after, axes_of, move_of, names_of_results
+from pfx.compiler.manual import axes_of, move_of
+from pfx.compiler.part_names import Name, after, names_of_results
 from pfx.compiler.program import Program
 from pfx.compiler.propagate import Context, Decision, Solution
 from pfx.compiler.reshard import Move, plan_moves
 from pfx.compiler.rule import Call, Local, Rule, operand_nodes, result_values
-from pfx.lax.boundary import Boundary
-from pfx.lax.collective import Collective
 from pfx.lax.constrain import Constraint
-from pfx.lax.index import AxisIndex
+from pfx.lax.manual.axis_index import AxisIndex
+from pfx.lax.manual.boundary import Boundary
+from pfx.lax.manual.collective import Collective
+from pfx.lax.manual.variance import node_variance
 from pfx.lax.scan import Loop
-from pfx.lax.variance import node_variance
 from pfx.spec import Axes, Layout
 
 Node = torch.fx.Node
@@ -204,8 +205,6 @@ class _Emitter:
         )
         self.bind(node, outs)
 
-    # Manual regions -----------------------------------------------------------------------------
-
     def own(self, node: Node) -> Axes:
         """The axes along which the devices of a manual region have a value of their own."""
         if not self.context.manual:
@@ -254,6 +253,8 @@ class _Emitter:
         out = self.new(node.meta["val"], decision.results[0], node.meta.get("role", ""), name)
         move = move_of(made, out.layout)
         source, why = _source(node), f"{made.public_name} in shard_map"
+        if source.startswith("grad of"):
+            why = f"gradient: {why}"  # the transpose of another, or of a cast
         self.instrs.append(Reshard(move, (value,), (out,), source, why, (move,)))
         self.bind(node, [out])
 
@@ -269,8 +270,6 @@ class _Emitter:
         out = replace(value, number=self.count, layout=layout)
         self.instrs.append(Reshard(move, (value,), (out,), moves=(move,)))
         return out
-
-    # Moves --------------------------------------------------------------------------------------
 
     def at(self, node: Node, layout: Layout, reader: Node, reason: str) -> Value:
         """The value of a node in a layout, moved there if it is elsewhere."""

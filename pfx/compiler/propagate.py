@@ -28,9 +28,9 @@ from pfx.compiler.names import spec_of_names
 from pfx.compiler.rule import Rule, operand_nodes
 from pfx.compiler.rules import find_rule
 from pfx.compiler.wishes import Wish, agreed, open_factors, opinion, reduced
-from pfx.lax.boundary import Boundary
-from pfx.lax.collective import Collective
 from pfx.lax.constrain import Constraint
+from pfx.lax.manual.boundary import Boundary
+from pfx.lax.manual.collective import Collective
 from pfx.lax.scan import Loop
 from pfx.mesh import Mesh
 from pfx.spec import Axes, Layout, P, effective, layout_of, replicated
@@ -137,8 +137,6 @@ class _Sweeps:
         )
         wishes = tuple(self.wishes.get(node) for node in self.inputs)
         return Solution(self.graph, self.layouts, self.decisions, outputs, wishes)
-
-    # Forward ------------------------------------------------------------------------------------
 
     def forward(self) -> None:
         """One sweep in order, deciding every node from its operands and its wish."""
@@ -274,8 +272,6 @@ class _Sweeps:
         place = operand_nodes(reader).index(operand)
         return any(place in group for group in self.context.rule(reader).linear)
 
-    # Loops --------------------------------------------------------------------------------------
-
     def decide_loop(self, node: Node) -> Decision:
         """Decide a loop with its body."""
         loop: Loop = node.target  # type: ignore[assignment]
@@ -285,8 +281,6 @@ class _Sweeps:
         )
         operands, results, body = settle_loop(loop, have, self.result_wishes(node), solve)
         return Decision({}, operands, results, body)
-
-    # Backward -----------------------------------------------------------------------------------
 
     def backward(self) -> None:
         """One sweep in reverse: the wish for a value is what all its readers agree on."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from pfx.lax.collective_math import Groups, Perm
+from pfx.lax.manual.transport import Groups, Perm
 from pfx.mesh import Mesh
 from pfx.spec import Axes, Layout
 

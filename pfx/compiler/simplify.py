@@ -19,14 +19,14 @@ from pfx import _torch
 from pfx.compiler.decompositions import decomposition_of
 from pfx.compiler.views import tidy_views
 from pfx.lax.body import Body
-from pfx.lax.boundary import Boundary
-from pfx.lax.collective import Collective
 from pfx.lax.constrain import Constraint
-from pfx.lax.index import AxisIndex
 from pfx.lax.label import Label
+from pfx.lax.manual.axis_index import AxisIndex
+from pfx.lax.manual.boundary import Boundary
+from pfx.lax.manual.collective import Collective
+from pfx.lax.manual.variance import node_variance
+from pfx.lax.manual.zeros import Zeros
 from pfx.lax.scan import Loop
-from pfx.lax.variance import node_variance
-from pfx.lax.zeros import Zeros
 
 aten = torch.ops.aten
 

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from pfx import tree
 from pfx.errors import TraceError, message
-from pfx.lax.arguments import map_tensors
-from pfx.lax.writes import WRITERS, is_in_place
+from pfx.lax.ops.arguments import map_tensors
+from pfx.lax.ops.writes import WRITERS, is_in_place
 
 # The first name of each distinct tensor, and the tensor, by its id.
 Named = dict[int, tuple[str, torch.Tensor]]

@@ -2,12 +2,7 @@
 
 # Collectives, inside `shard_map`.
 # Structure.
-from pfx.lax.constrain import Constraint, constrain
-from pfx.lax.custom_vjp import custom_vjp
-from pfx.lax.label import label
-from pfx.lax.remat import remat
-from pfx.lax.scan import Loop, scan
-from pfx.lax.spmd import (
+from pfx.lax.collectives import (
     all_gather,
     all_to_all,
     axis_index,
@@ -21,8 +16,13 @@ from pfx.lax.spmd import (
     psum,
     psum_scatter,
 )
-from pfx.lax.spmd_axis import vmap
+from pfx.lax.constrain import Constraint, constrain
+from pfx.lax.custom_vjp import custom_vjp
+from pfx.lax.label import label
+from pfx.lax.remat import remat
+from pfx.lax.scan import Loop, scan
 from pfx.lax.stop_gradient import stop_gradient
+from pfx.lax.vmap import vmap
 
 __all__ = [
     "psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute",

@@ -20,10 +20,10 @@ import torch.fx
 
 from pfx import _torch
 from pfx._torch import OpOverload
-from pfx.lax.functionalize import functionalize
-from pfx.lax.local import variance_of
+from pfx.lax.manual.local import variance_of
+from pfx.lax.manual.variance import node_variance
+from pfx.lax.ops.functionalize import functionalize
 from pfx.lax.region import inside
-from pfx.lax.variance import node_variance
 from pfx.meta import TensorMeta
 
 

@@ -12,7 +12,7 @@ from pfx import tree
 from pfx.errors import ShardingError, message, user_line
 from pfx.lax.linear import apply
 from pfx.lax.region import current_region
-from pfx.lax.spmd_axis import spmd_axis
+from pfx.lax.vmap import spmd_axis
 from pfx.meta import TensorMeta
 from pfx.spec import P, spec_leaves
 

@@ -11,8 +11,8 @@ import torch
 
 from pfx import _torch, tree
 from pfx.errors import TraceError, message
-from pfx.lax.custom_call import Arguments, Call, Rules
-from pfx.lax.custom_rule import apply_rule, closed_over
+from pfx.lax.custom_vjp_call import Arguments, Call, Rules
+from pfx.lax.custom_vjp_rule import apply_rule, closed_over
 
 
 class CustomVjp:

@@ -29,9 +29,9 @@ from pfx.lax.body import (
     owned,
     trace_body,
 )
-from pfx.lax.spmd_axis import spmd_axis, vmap
-from pfx.lax.variance import joined
-from pfx.lax.zeros import zero_cotangent, zeros_of
+from pfx.lax.manual.variance import joined
+from pfx.lax.manual.zeros import zero_cotangent, zeros_of
+from pfx.lax.vmap import spmd_axis, vmap
 from pfx.meta import TensorMeta
 
 

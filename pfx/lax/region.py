@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pfx.errors import ShardingError, message, user_line
-from pfx.lax.spmd_axis import spmd_axes
+from pfx.lax.vmap import spmd_axes
 from pfx.mesh import Mesh
 from pfx.spec import Axes
 

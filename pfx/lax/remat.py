@@ -18,7 +18,7 @@ from pfx.lax.body import (
     trace_body,
     vjp_of,
 )
-from pfx.lax.zeros import zeros_of
+from pfx.lax.manual.zeros import zeros_of
 
 
 class _Remat(torch.autograd.Function):

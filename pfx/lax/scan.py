@@ -10,8 +10,8 @@ import torch
 from pfx import tree
 from pfx.errors import TraceError, message
 from pfx.lax.body import trace_body
-from pfx.lax.local import variance_of
 from pfx.lax.loop import Loop, scan_flat, slice_metas
+from pfx.lax.manual.local import variance_of
 
 
 def scan(

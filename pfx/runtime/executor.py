@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pfx.compiler.ir import Block, Compute, Instr, LoopInstr, Reshard, last_uses
-from pfx.lax.collective_math import Groups
+from pfx.lax.manual.transport import Groups
 from pfx.mesh import Coordinate
 from pfx.runtime.local import local_call
 from pfx.runtime.moves import prepare_collective, prepare_local

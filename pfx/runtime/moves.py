@@ -11,7 +11,7 @@ import torch
 
 from pfx.compiler.ir import Reshard
 from pfx.compiler.reshard import Move
-from pfx.lax.collective_math import alone
+from pfx.lax.manual.transport import alone
 from pfx.mesh import Mesh
 from pfx.runtime.reduction import Group, Reduction
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pfx.errors import RuntimeMismatchError, message
-from pfx.lax.collective_math import Groups, Perm, team
+from pfx.lax.manual.transport import Groups, Perm, team
 from pfx.mesh import Coordinate, Mesh
 from pfx.runtime.reduction import SMALL, Group
 from pfx.spec import Axes

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from pfx.lax import collective_math
-from pfx.lax.collective_math import Perm
+from pfx.lax.manual import transport
+from pfx.lax.manual.transport import Perm
 
 # What every backend can sum. Sums of integers are the same in any order.
 INTEGERS = (torch.int32, torch.int64, torch.uint8, torch.int8)
@@ -60,7 +60,7 @@ class Reduction:
         self, group: Group, dtype: torch.dtype, reduce: str, *, deterministic: bool
     ) -> None:
         self.group = group
-        self.combine = collective_math.combine(reduce)
+        self.combine = transport.combine(reduce)
         inexact_order = deterministic and group.size > 2  # a + b is b + a
         summable = INTEGERS if inexact_order else INTEGERS + FLOATS
         self.native = reduce == "sum" and dtype in summable

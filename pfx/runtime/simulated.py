@@ -14,7 +14,7 @@ import torch
 
 from pfx.compiler.ir import Block, Compute, LoopInstr, Reshard, Value, last_uses
 from pfx.compiler.reshard import Move
-from pfx.lax import collective_math
+from pfx.lax.manual import transport
 from pfx.runtime.local import local_call
 from pfx.runtime.step import Step
 
@@ -65,8 +65,6 @@ class Simulated:
             equal = torch.equal(part, same) or bool(((part == same) | (part != part)).all())
             assert equal, f"{value}: {value.type} differs on {place} from its copy"
 
-    # How many copies of a value there are, and which -------------------------------------------
-
     def varying(self, value: Value) -> tuple[str, ...]:
         """The axes along which a value has copies of its own."""
         return self.mesh.axis_names if self.check else self.mesh.ordered(value.layout.axes)
@@ -100,8 +98,6 @@ class Simulated:
 
         return wrapped
 
-    # Local calls --------------------------------------------------------------------------------
-
     def prepare_compute(self, instr: Compute) -> Callable[[list[Parts]], list[Parts]]:
         axes = set(self.mesh.axis_names) if self.check else set()
         for value in (*instr.ins, *(v for v in instr.outs if v is not None)):
@@ -128,8 +124,6 @@ class Simulated:
     def offset(self, instr: Compute, place: Mapping[str, int]) -> tuple[int, ...]:
         """The global index at which each split dim begins on the device at `place`."""
         return tuple(self.mesh.index(place, axes) * size for axes, size in instr.offset)
-
-    # Loops --------------------------------------------------------------------------------------
 
     def prepare_loop(self, instr: LoopInstr) -> Callable[[list[Any]], list[Any]]:
         """Run the body slice by slice; a stream is kept as one list of parts per iteration."""
@@ -164,8 +158,6 @@ class Simulated:
 
         return run
 
-    # Moves --------------------------------------------------------------------------------------
-
     def prepare_reshard(self, instr: Reshard) -> Callable[[list[Parts]], list[Parts]]:
         moves = instr.moves or (instr.move,) * len(instr.ins)
         runs = [
@@ -181,18 +173,16 @@ class Simulated:
         size = self.mesh.count(move.axes)
         if not move.communicates:
             own = [self.index_of(before, place) for place in places]
-            alone = collective_math.alone(move.kind, dim=move.dim, size=size)
+            alone = transport.alone(move.kind, dim=move.dim, size=size)
             return lambda parts: [alone(parts[i], rank) for i, rank in zip(own, ranks, strict=True)]
-        teams = [collective_math.team(move.groups, rank, size) for rank in ranks]
+        teams = [transport.team(move.groups, rank, size) for rank in ranks]
         everyone = [self.group(before, place, move.axes) for place in places]
         groups = [
             tuple(indices[member] for member in members)
             for indices, (members, _) in zip(everyone, teams, strict=True)
         ]
-        joint = _memoized(
-            groups, collective_math.joint(move.kind, dim=move.dim, reduce=move.reduce)
-        )
-        pick = collective_math.pick(
+        joint = _memoized(groups, transport.joint(move.kind, dim=move.dim, reduce=move.reduce))
+        pick = transport.pick(
             move.kind, dim=move.dim, to_dim=move.to_dim, size=move.size(self.mesh), perm=move.perm
         )
         return lambda parts: [

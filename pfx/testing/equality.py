@@ -11,8 +11,10 @@ import torch
 
 from pfx import tree
 from pfx.api import device_get, jit
+from pfx.compiler.manual import has_regions
 from pfx.compiler.signature import arg_name, name_of
 from pfx.errors import MeshError, TraceError, message
+from pfx.lax.body import trace_body
 from pfx.mesh import Mesh
 from pfx.spec import dtype_name
 from pfx.testing.compare import FLOOR, Tolerance, failure, is_float, mesh_call, tree_errors
@@ -46,7 +48,8 @@ def assert_parallel_equal(
     function; the scale of one is at least 1e-3 of the largest of them.
 
     Args:
-        fn: a pure function of pytrees of tensors; it may be or contain a `pfx.shard_map`.
+        fn: a pure function of pytrees of tensors; one with a `pfx.shard_map` inside needs a
+            `reference`.
         args: its arguments, as a tuple: torch tensors (global values) or Arrays.
         mesh: a simulated or process mesh; on a process mesh every rank makes the same call.
         in_specs: as in `pfx.jit`.
@@ -64,6 +67,7 @@ def assert_parallel_equal(
         seed: of the random projection.
 
     Raises:
+        TypeError: for a function with a region and no `reference`.
         AssertionError: naming the leaf, the largest difference and where it is, the leaf's layout,
             and the call to repeat.
 
@@ -83,6 +87,15 @@ def assert_parallel_equal(
     options = {"in_specs": in_specs, "out_specs": out_specs, "names": names, "rules": rules}
     asked = {"grad": None if grad is False else grad, "order": order if order != 1 else None}
     case = _Case(where, fn, tuple(args), mesh, options, asked, reference, check, rtol, atol)
+    if reference is None and _has_region(fn, case.args):
+        raise TypeError(
+            message(
+                where,
+                "the function has a shard_map inside, and so no meaning on one device.",
+                "compared with itself, a local statistic or a forgotten psum would pass.",
+                fix="reference=the plain function of the global values",
+            )
+        )
     plain = reference or fn
     expected = device_get(plain(*_copies(args)))
     case.compare(fn, expected, lambda path: f"output{tree.path_string(path)}", out_specs)
@@ -97,6 +110,20 @@ def assert_parallel_equal(
     }
     derivatives = device_get(derive(plain)(*_copies(args)))
     case.compare(derive(fn), derivatives, lambda path: titles[tree.path_string(path)], floor=FLOOR)
+
+
+def _has_region(fn: Function, args: Sequence[Any]) -> bool:
+    """Tell a function that is written for the devices of a mesh somewhere."""
+    leaves, treedef = tree.flatten(tuple(_copies(args)))
+
+    def flat(*values: torch.Tensor) -> list[torch.Tensor]:
+        moving = iter(values)
+        given = [next(moving) if isinstance(x, torch.Tensor) else x for x in leaves]
+        outs = tree.leaves(fn(*tree.unflatten(treedef, given)))
+        return [x for x in outs if isinstance(x, torch.Tensor)]
+
+    body, _ = trace_body(flat, [x for x in leaves if isinstance(x, torch.Tensor)])
+    return has_regions(body.module.graph)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from pfx.compiler.passes import bucket_collectives
 from pfx.compiler.program import Program, verify
 from pfx.compiler.reshard import Move, move_bytes
 from pfx.compiler.reuse import reuse_buffers, shared_outputs
-from pfx.lax import collective_math
+from pfx.lax.manual import transport
 from pfx.runtime import runtime_of
 from pfx.spec import Layout, distinct_coordinates
 
@@ -69,10 +69,10 @@ def examples(draw: st.DrawFn) -> Example:
     dims = [(), ()]
     if auto:
         dims[draw(st.integers(0, 1))] = (auto,)
-    groups: collective_math.Groups = ()
+    groups: transport.Groups = ()
     if kind.startswith("all_") or kind == "reduce_scatter":
         groups = draw(st.sampled_from([(), *splits(draw(st.permutations(range(size))))]))
-    perm: collective_math.Perm = ()
+    perm: transport.Perm = ()
     if kind == "permute":
         pairs = zip(range(size), draw(st.permutations(range(size))), strict=True)
         perm = tuple(pair for pair in pairs if draw(st.booleans()))
@@ -166,9 +166,9 @@ def test_a_move_is_what_numpy_makes_of_the_parts(check: bool, example: Example, 
 
 def test_groups_are_found_by_rank() -> None:
     groups = ((5, 0), (2, 3), (1, 4))
-    for rank, (members, place) in enumerate(collective_math.team(groups, r, 6) for r in range(6)):
+    for rank, (members, place) in enumerate(transport.team(groups, r, 6) for r in range(6)):
         assert members in groups and members[place] == rank
-    assert collective_math.team((), 4, 6) == ((0, 1, 2, 3, 4, 5), 4)
+    assert transport.team((), 4, 6) == ((0, 1, 2, 3, 4, 5), 4)
 
 
 # What a program tells of them ----------------------------------------------------------------------
@@ -177,7 +177,7 @@ PERM = ((0, 1), (1, 2))
 OWN = Layout(((), ()), varying=("tp",))
 
 
-def ring(count: int, perms: Sequence[collective_math.Perm]) -> Program:
+def ring(count: int, perms: Sequence[transport.Perm]) -> Program:
     """Permutes of `count` values that are all here from the start."""
     mesh = pfx.make_mesh(tp=4)
     ins = [Value(i, (8, 4), torch.float32, OWN) for i in range(count)]

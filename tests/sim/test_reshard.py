@@ -15,7 +15,7 @@ import pfx
 from pfx.compiler.ir import Reshard, Value
 from pfx.compiler.program import Program
 from pfx.compiler.reshard import Move, move_bytes, plan_moves, reshard_bytes
-from pfx.lax.collective_math import combine
+from pfx.lax.manual.transport import combine
 from pfx.runtime import runtime_of
 from pfx.spec import Layout, distinct_coordinates, local_slices
 

@@ -24,8 +24,8 @@ from pfx._torch import DataDependentError
 from pfx.compiler.rule import Assignment, Call, Dims, Local, Rule, operand_nodes, result_values
 from pfx.compiler.rules import TABLE, find_rule
 from pfx.compiler.simplify import simplify
-from pfx.lax.collective_math import combine
-from pfx.lax.functionalize import functionalize
+from pfx.lax.manual.transport import combine
+from pfx.lax.ops.functionalize import functionalize
 from pfx.spec import local_slices
 from tests.sim import op_samples
 from tests.sim.op_samples import Case, cases, difference

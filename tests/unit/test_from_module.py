@@ -755,3 +755,21 @@ def test_a_script_is_refused() -> None:
     module = torch.jit.ScriptModule()
     with pytest.raises(TraceError, match="a ScriptModule is not a torch"):
         from_module(module)
+
+
+def test_a_parameter_that_a_list_holds_too() -> None:
+    """Where torch does not look for parameters, the value that was passed is used all the same."""
+
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2))
+            self.weights = [self.w]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (torch.cat(self.weights) * x).sum()
+
+    apply, _ = from_module(Listed())
+    params, x = {"w": torch.full((2,), 5.0)}, torch.tensor([1.0, 2.0])
+    assert apply(params, x) == 15.0
+    assert torch.equal(grad(apply)(params, x)["w"], x)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import pfx
 from pfx import P, _torch
 from pfx.errors import TraceError
-from pfx.lax.functionalize import functionalize
+from pfx.lax.ops.functionalize import functionalize
 from tests.tracing import Function, assert_same, pure_module, seeded
 
 # Programs that people write, each over x of shape (4, 6).

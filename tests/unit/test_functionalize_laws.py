@@ -17,7 +17,7 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from pfx import _torch
 from pfx.errors import TraceError
 from pfx.lax.body import trace_body
-from pfx.lax.functionalize import functionalize
+from pfx.lax.ops.functionalize import functionalize
 from tests.tracing import Function, assert_same, pure_module, seeded
 
 

@@ -14,7 +14,7 @@ import torch
 import pfx
 from pfx import P, lax
 from pfx.errors import ShardingError
-from pfx.lax.linearity import TABLE, is_product
+from pfx.lax.manual.linearity import TABLE, is_product
 from tests.sim.manual import EACH_WAY, assert_close, draw, mapped
 from tests.unit.linear_cases import CASES, OTHERS, Case
 

@@ -303,3 +303,16 @@ def test_it_is_not_imported_by_pfx_and_loads_no_hypothesis() -> None:
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
     )
     assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+def test_a_region_is_no_reference_for_itself() -> None:
+    """A statistic of one device's rows agrees with itself on any mesh; it is wrong all the same."""
+    mesh, x = pfx.make_mesh(dp=2), torch.randn(8, dtype=torch.float64)
+    inner = lambda x: pfx.lax.pmean(x.std(), "dp")
+    local = pfx.shard_map(inner, mesh=mesh, in_specs=P("dp"), out_specs=P())
+    looped = lambda x: pfx.scan(lambda c, _: (c + local(x), None), x.sum(), x)[0]
+    for fn in (local, looped):
+        with pytest.raises(TypeError, match="reference="):
+            assert_parallel_equal(fn, (x,), mesh=mesh)
+    with pytest.raises(AssertionError, match="is not what one device gives"):
+        assert_parallel_equal(local, (x,), mesh=mesh, reference=torch.std)

@@ -149,3 +149,53 @@ def test_stop_gradient_inside_a_scan_and_a_jit() -> None:
     torch.testing.assert_close(pfx.grad(f)(xs), xs)
     jitted = pfx.jit(pfx.grad(f), mesh=pfx.make_mesh(dp=2), in_specs=(P("dp"),))
     torch.testing.assert_close(pfx.device_get(jitted(xs)), xs)
+
+
+def test_the_order_of_keys_is_no_part_of_a_tree() -> None:
+    """`pfx.tree.map` sorts the keys of a dict; torch.func compares trees in insertion order."""
+    p = {"up": torch.ones(2), "down": torch.full((2,), 3.0)}
+    f = lambda p: {"y": (p["up"] * p["down"]).sum()}
+    out, pushed = pfx.jvp(f, (p,), (pfx.tree.map(torch.ones_like, p),))
+    assert out["y"] == 6.0 and pushed["y"] == 8.0
+    out, pull = pfx.vjp(f, p)
+    (pulled,) = pull({"y": torch.tensor(2.0)})
+    assert torch.equal(pulled["up"], torch.full((2,), 6.0))
+    with pytest.raises(ValueError, match="keys differ"):
+        pfx.jvp(f, (p,), ({"up": torch.ones(2)},))
+    with pytest.raises(TypeError, match="float32"):
+        pull({"y": torch.ones(3)})
+
+
+@pytest.mark.parametrize("out_dims", [0, 1, 2, -1, -2, -3])
+def test_vmap_puts_the_batch_of_any_result_anywhere(out_dims: int) -> None:
+    """torch's own vmap reads past the sizes of a result that does not depend on the batch."""
+    x = torch.ones(5)
+    constant = pfx.vmap(lambda x: torch.arange(12.0).reshape(3, 4), 0, out_dims)(x)
+    expected = torch.arange(12.0).reshape(3, 4).expand(5, 3, 4).movedim(0, out_dims)
+    assert torch.equal(constant, expected)
+    batched = pfx.vmap(lambda x: x * torch.arange(12.0).reshape(3, 4), 0, out_dims)(x)
+    assert torch.equal(batched, expected)
+
+
+def test_a_pull_that_outlives_its_transform() -> None:
+    """What `vjp` returned runs inside others, after the level that saved its tensors has ended."""
+    f = pfx.remat(lambda x: torch.sin(x) * torch.cos(x))
+
+    def pulled(x: torch.Tensor) -> torch.Tensor:
+        y, pull = pfx.vjp(f, x)
+        return pull(torch.ones_like(y))[0]
+
+    x = torch.tensor([0.3, 2.0], dtype=torch.float64)
+    torch.testing.assert_close(pfx.vmap(pulled)(x), torch.cos(2 * x))
+    torch.testing.assert_close(pfx.grad(lambda x: pulled(x).sum())(x), -2 * torch.sin(2 * x))
+    torch.testing.assert_close(pfx.jvp(pulled, (x,), (x,))[1], -2 * x * torch.sin(2 * x))
+
+
+def test_a_nest_that_torch_cannot_trace_leaves_torch_as_it_was() -> None:
+    mesh, f = pfx.make_mesh(i=2), lambda x: torch.sin(x**2).sum()
+    x = torch.ones(2, 2, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"(?s)torch cannot trace.*jacrev\(grad\(f\)\)"):
+        pfx.jit(lambda x: pfx.vmap(pfx.hessian(f))(x), mesh=mesh)(x)
+    expected = pfx.vmap(pfx.hessian(f))(x)  # functorch still works
+    found = pfx.jit(lambda x: pfx.vmap(pfx.jacrev(pfx.grad(f)))(x), mesh=mesh)(x)
+    torch.testing.assert_close(pfx.device_get(found), expected)

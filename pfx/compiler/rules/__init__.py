@@ -12,10 +12,10 @@ import torch.fx
 from pfx.compiler.rule import Rule, operand_nodes, pattern_rule, replicated_rule
 from pfx.compiler.rules import (
     along,
-    collective,
     creation,
     extents,
     indexing,
+    manual,
     matmul,
     nn,
     pointwise,
@@ -60,7 +60,7 @@ def _own_rule(node: torch.fx.Node, extra: dict[Any, str]) -> Rule | None:
             return pattern_rule(node, extra[key])
         if key in TABLE:
             return TABLE[key](node)
-    found = collective.rule(node)
+    found = manual.rule(node)
     if found is not None:
         return found
     return pointwise.rule(node) if pointwise.is_pointwise(node.target) else None

@@ -17,9 +17,9 @@ import torch
 import torch.fx
 
 from pfx.errors import ShardingError, message, user_line
-from pfx.lax.linearity import Linear, asks_form, leaves, linear_in, loses_numbers, op_name
-from pfx.lax.pure_form import arguments, is_op
-from pfx.lax.views import is_view
+from pfx.lax.manual.linearity import Linear, asks_form, leaves, linear_in, loses_numbers, op_name
+from pfx.lax.ops.pure_form import arguments, is_op
+from pfx.lax.ops.views import is_view
 
 STATES = ("varying", "invarying", "unreduced", "reduced")
 

@@ -1,6 +1,6 @@
 """The collectives of a manual region as one linear primitive, and the one table of their transposes.
 
-A collective is typed by what its operand and its result are along its axes (`pfx.lax.variance`), and
+A collective is typed by what its operand and its result are along its axes (`pfx.lax.manual.variance`), and
 its transpose follows from that: a psum takes a varying value to an invarying one, so its transpose takes
 an invarying cotangent to a varying one, which moves nothing. Every gradient in a region, and Megatron's
 pair of conjugate operators f and g (Shoeybi et al. 2019, arXiv:1909.08053, section 3), comes from it.
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from pfx.errors import TraceError, message
-from pfx.lax.collective_math import Groups, Perm, joint, pick, take, team
 from pfx.lax.linear import apply
-from pfx.lax.local import local, part_at, variance_of
+from pfx.lax.manual.local import local, part_at, variance_of
+from pfx.lax.manual.transport import Groups, Perm, joint, pick, take, team
+from pfx.lax.manual.variance import Variance
 from pfx.lax.region import shown
-from pfx.lax.variance import Variance
 from pfx.mesh import Mesh
 from pfx.meta import TensorMeta
 from pfx.spec import Axes

@@ -1,8 +1,8 @@
 """`shard_map`: a function written for one device of a mesh, with explicit collectives.
 
-The region is inlined: its arguments are taken apart (`pfx.lax.boundary`), the function runs on what one
-device holds, and its results are put together. Outside a trace that is done for all devices at once
-(`pfx.lax.local`); inside one, what is recorded are the ops of one device.
+The region is inlined: its arguments are taken apart (`pfx.lax.manual.boundary`), the function runs on
+what one device holds, and its results are put together. Outside a trace that is done for all devices at
+once (`pfx.lax.manual.local`); inside one, what is recorded are the ops of one device.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 
 from pfx import _torch, tree
 from pfx.errors import MeshError, ShardingError, message
-from pfx.lax.boundary import Boundary
-from pfx.lax.collective import Collective, cast
 from pfx.lax.linear import apply
-from pfx.lax.local import variance_of
-from pfx.lax.mixing import Mixing
+from pfx.lax.manual.boundary import Boundary
+from pfx.lax.manual.collective import Collective, cast
+from pfx.lax.manual.local import variance_of
+from pfx.lax.manual.mixing import Mixing
 from pfx.lax.region import Region, current_region, inside
-from pfx.lax.spmd_axis import spmd_axes
+from pfx.lax.vmap import spmd_axes
 from pfx.mesh import Mesh
 from pfx.spec import Axes, P, layout_of, spec_leaves
 

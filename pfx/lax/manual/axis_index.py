@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from pfx import _torch
-from pfx.lax.local import local
-from pfx.lax.variance import INVARYING, Variance
+from pfx.lax.manual.local import local
+from pfx.lax.manual.variance import INVARYING, Variance
 from pfx.mesh import Mesh
 from pfx.meta import TensorMeta
 from pfx.spec import Axes

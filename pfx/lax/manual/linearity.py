@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from pfx.lax.pure_form import arguments, is_op, pure_form
-from pfx.lax.views import is_view
+from pfx.lax.ops.pure_form import arguments, is_op, pure_form
+from pfx.lax.ops.views import is_view
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import torch
 from pfx import _torch, tree
 from pfx._torch import Wrapper
 from pfx.errors import ShardingError, TraceError, message, user_line
-from pfx.lax.pure_form import written
-from pfx.lax.variance import INVARYING, Variance, node_variance, result_variance
+from pfx.lax.manual.variance import INVARYING, Variance, node_variance, result_variance
+from pfx.lax.ops.pure_form import written
 from pfx.mesh import Mesh
 
 aten = torch.ops.aten
@@ -79,6 +79,8 @@ def local(mesh: Mesh, variance: Variance, parts: Sequence[torch.Tensor]) -> torc
         return parts[0]
     # Forward mode's zeros have no memory, and nothing would tell a kernel so through a wrapper.
     parts = [torch.zeros_like(p) if _torch.is_efficient_zero(p) else p for p in parts]
+    # A wrapper has no bit that says that its elements are still to be conjugated or negated.
+    parts = [part.resolve_conj().resolve_neg() for part in parts]
     out: Local = Local(parts[0])  # type: ignore[assignment]
     out.parts, out.mesh, out.variance = tuple(parts), mesh, variance
     return out

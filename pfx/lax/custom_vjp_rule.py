@@ -26,9 +26,9 @@ from pfx.lax.body import (
     trace_body,
     vjp_of,
 )
-from pfx.lax.local import variance_of
-from pfx.lax.variance import Variance, misplaced
-from pfx.lax.zeros import zeros_of
+from pfx.lax.manual.local import variance_of
+from pfx.lax.manual.variance import Variance, misplaced
+from pfx.lax.manual.zeros import zeros_of
 
 Tensors = Sequence[torch.Tensor]
 

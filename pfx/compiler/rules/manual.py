@@ -7,8 +7,8 @@ import torch.fx
 
 from pfx.compiler.manual import rank_of_device
 from pfx.compiler.rule import Call, Local, Rule, named, operand_nodes, shape_of
-from pfx.lax.collective import Collective
-from pfx.lax.index import AxisIndex
+from pfx.lax.manual.axis_index import AxisIndex
+from pfx.lax.manual.collective import Collective
 
 
 def rule(node: torch.fx.Node) -> Rule | None:

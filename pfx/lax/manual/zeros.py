@@ -1,7 +1,7 @@
 """Zeros of the form of a cotangent: what a sum of cotangents begins with, or stands for none.
 
 They need not only the right shape: beside addends, zeros that all devices have would be of another
-kind (`pfx.lax.variance`), though they are the same numbers.
+kind (`pfx.lax.manual.variance`), though they are the same numbers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from pfx import _torch
-from pfx.lax.local import Local, local, variance_of
-from pfx.lax.variance import INVARYING, Variance
+from pfx.lax.manual.local import Local, local, variance_of
+from pfx.lax.manual.variance import INVARYING, Variance
 from pfx.meta import TensorMeta
 
 

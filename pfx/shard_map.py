@@ -12,8 +12,8 @@ from pfx import _torch, tree
 from pfx.api import Jitted, device_get, jit
 from pfx.array import Array
 from pfx.errors import TraceError, message
+from pfx.lax.manual.shard_map import ShardMap
 from pfx.lax.region import current_region
-from pfx.lax.shard_map import ShardMap
 from pfx.mesh import Mesh
 
 

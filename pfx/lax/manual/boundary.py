@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from pfx.errors import ShardingError, message
-from pfx.lax.collective import cast
-from pfx.lax.collective_math import ordered_sum
 from pfx.lax.constrain import Constraint
 from pfx.lax.linear import apply
-from pfx.lax.local import local, part_at, variance_of
-from pfx.lax.spmd_axis import spmd_axis
-from pfx.lax.variance import Variance
+from pfx.lax.manual.collective import cast
+from pfx.lax.manual.local import local, part_at, variance_of
+from pfx.lax.manual.transport import ordered_sum
+from pfx.lax.manual.variance import Variance
+from pfx.lax.vmap import spmd_axis
 from pfx.mesh import Mesh
 from pfx.meta import TensorMeta
 from pfx.spec import Axes, Layout, local_shape, local_slices

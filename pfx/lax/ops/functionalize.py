@@ -20,8 +20,8 @@ from torch.fx import Node
 from pfx import _torch
 from pfx._torch import Traced
 from pfx.errors import TraceError, message
-from pfx.lax.pure_form import PureForm, arguments, is_op, pure_form, writes
-from pfx.lax.views import Emit, View, is_view, may_overlap, memory_order
+from pfx.lax.ops.pure_form import PureForm, arguments, is_op, pure_form, writes
+from pfx.lax.ops.views import Emit, View, is_view, may_overlap, memory_order
 
 aten = torch.ops.aten
 

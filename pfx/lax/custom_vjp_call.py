@@ -17,7 +17,7 @@ import torch
 from pfx import _torch, tree
 from pfx.errors import TraceError, message
 from pfx.lax.body import Body, cotangent_meta, is_differentiable, trace_body
-from pfx.lax.custom_rule import CustomRule, DeferredRule, check_cotangent, form
+from pfx.lax.custom_vjp_rule import CustomRule, DeferredRule, check_cotangent, form
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """The collectives of a manual region as users call them; jax.lax's names and meanings.
 
 All take a pytree, and one axis or a tuple of axes: devices are then numbered row-major in the order
-given. Their gradients come from the table in `pfx.lax.collective`.
+given. Their gradients come from the table in `pfx.lax.manual.collective`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from pfx import tree
-from pfx.errors import ShardingError, TraceError, message, user_line
-from pfx.lax.collective import Collective, cast
-from pfx.lax.index import AxisIndex
+from pfx.errors import ShardingError, message, user_line
 from pfx.lax.linear import apply
-from pfx.lax.local import variance_of
-from pfx.lax.region import Region, bound, shown
+from pfx.lax.manual.axis_index import AxisIndex
+from pfx.lax.manual.checks import check_perm, check_split, dim_of, groups_of, refuse_addends
+from pfx.lax.manual.collective import Collective, cast
+from pfx.lax.manual.local import variance_of
+from pfx.lax.region import Region, bound
 from pfx.spec import Axes
 
 Axis = str | Sequence[str]
@@ -100,7 +101,7 @@ def _extremum(x: Any, reduce: str, axis: Axis, groups: GroupsArg) -> Any:
 
     def one(leaf: Any) -> torch.Tensor:
         leaf = torch.as_tensor(leaf)
-        _refuse_addends(leaf, f"p{reduce}", region.axes)  # over others, too, it is not linear
+        refuse_addends(leaf, f"p{reduce}", region.axes)  # over others, too, it is not linear
         if groups is not None:
             gathered = all_gather(leaf, axis, groups=groups)
             return gathered.amax(0) if reduce == "max" else gathered.amin(0)
@@ -140,7 +141,7 @@ def all_gather(
     region, axes = bound("all_gather", axis)
     if to not in ("varying", "invarying", "reduced"):
         raise ValueError(message("all_gather:", f"to={to!r} is unknown.", fix='to="invarying"'))
-    ranks = _groups("all_gather", groups, region, axes)
+    ranks = groups_of("all_gather", groups, region, axes)
     if ranks and to != "varying":
         raise ShardingError(
             message("all_gather:", f"groups hold different values, so the result is not {to}.",
@@ -149,8 +150,8 @@ def all_gather(
 
     def one(leaf: Any) -> torch.Tensor:
         leaf = torch.as_tensor(leaf)
-        _refuse_addends(leaf, "all_gather", axes)
-        at = _dim("all_gather", dim, leaf.ndim + (not tiled))
+        refuse_addends(leaf, "all_gather", axes)
+        at = dim_of("all_gather", dim, leaf.ndim + (not tiled))
         leaf = leaf if tiled else leaf.unsqueeze(at)
         made = Collective("all_gather", region.mesh, axes, "varying", to, dim=at, groups=ranks)
         return apply(made, leaf)
@@ -180,17 +181,17 @@ def psum_scatter(
     tensor([0., 2., 4., 6.])
     """
     region, axes = bound("psum_scatter", axis)
-    ranks = _groups("psum_scatter", groups, region, axes)
+    ranks = groups_of("psum_scatter", groups, region, axes)
     size = len(ranks[0]) if ranks else region.mesh.count(axes)
 
     def one(leaf: Any) -> torch.Tensor:
         leaf = torch.as_tensor(leaf)
-        at = _dim("psum_scatter", dim, leaf.ndim)
-        _check_split("psum_scatter", leaf, at, size, axes, tiled=tiled)
+        at = dim_of("psum_scatter", dim, leaf.ndim)
+        check_split("psum_scatter", leaf, at, size, axes, tiled=tiled)
         variance = variance_of(leaf)
         owed = all(variance.state(axis) == "unreduced" for axis in axes)
         if not owed:
-            _refuse_addends(leaf, "psum_scatter", axes)
+            refuse_addends(leaf, "psum_scatter", axes)
         source = "unreduced" if owed else "varying"
         made = Collective(
             "reduce_scatter", region.mesh, axes, source, "varying", dim=at, groups=ranks
@@ -225,15 +226,15 @@ def all_to_all(
     True
     """
     region, axes = bound("all_to_all", axis)
-    ranks = _groups("all_to_all", groups, region, axes)
+    ranks = groups_of("all_to_all", groups, region, axes)
     size = len(ranks[0]) if ranks else region.mesh.count(axes)
 
     def one(leaf: Any) -> torch.Tensor:
         leaf = torch.as_tensor(leaf)
-        _refuse_addends(leaf, "all_to_all", axes)
-        split = _dim("all_to_all", split_dim, leaf.ndim)
-        concat = _dim("all_to_all", concat_dim, leaf.ndim)
-        _check_split("all_to_all", leaf, split, size, axes, tiled=tiled)
+        refuse_addends(leaf, "all_to_all", axes)
+        split = dim_of("all_to_all", split_dim, leaf.ndim)
+        concat = dim_of("all_to_all", concat_dim, leaf.ndim)
+        check_split("all_to_all", leaf, split, size, axes, tiled=tiled)
         if not tiled:  # the blocks meet in a new dim, and the split one, now of size 1, goes
             at = concat + (concat > split)
             leaf, split = leaf.unsqueeze(at), split + (at <= split)
@@ -264,11 +265,11 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
     """
     region, axes = bound("ppermute", axis)
     pairs = tuple((int(start), int(to)) for start, to in perm)
-    _check_perm(pairs, region.mesh.count(axes), axes)
+    check_perm(pairs, region.mesh.count(axes), axes)
 
     def one(leaf: Any) -> torch.Tensor:
         leaf = torch.as_tensor(leaf)
-        _refuse_addends(leaf, "ppermute", axes)
+        refuse_addends(leaf, "ppermute", axes)
         made = Collective("permute", region.mesh, axes, "varying", "varying", perm=pairs)
         return apply(made, leaf)
 
@@ -352,61 +353,3 @@ def _no_cast(axis: str, state: str, to: str) -> ShardingError:
         message(f"pcast at {user_line()}:", f"the value is {state} over {axis!r}.",
                 f"{state} → {to} is not a cast.", fix=fix)
     )  # fmt: skip
-
-
-def _dim(name: str, dim: int, ndim: int) -> int:
-    if not -ndim <= dim < ndim:
-        raise ShardingError(message(f"{name}:", f"dim {dim} is not one of {ndim} dims."))
-    return dim % ndim
-
-
-def _check_split(
-    name: str, x: torch.Tensor, dim: int, size: int, axes: Axes, *, tiled: bool
-) -> None:
-    have = x.shape[dim]
-    if have % size if tiled else have != size:
-        wanted = f"a multiple of {size}" if tiled else f"{size}"
-        raise ShardingError(
-            message(f"{name} at {user_line()}: dim {dim} (size {have})",
-                    "cannot be split.",
-                    f"{', '.join(map(repr, axes))} has {size} devices; the size must be {wanted}.",
-                    "" if tiled else "tiled=True splits a larger dim into blocks.",
-                    fix=f"a shape whose dim {dim} is {wanted}; here it is {tuple(x.shape)}")
-        )  # fmt: skip
-
-
-def _check_perm(perm: tuple[tuple[int, int], ...], size: int, axes: Axes) -> None:
-    for side, ranks in (("source", [s for s, _ in perm]), ("destination", [d for _, d in perm])):
-        wrong = [r for r in ranks if not 0 <= r < size or ranks.count(r) > 1]
-        if wrong:
-            why = "occurs twice" if 0 <= wrong[0] < size else f"is not one of {size} ranks"
-            raise ShardingError(
-                message(f"ppermute at {user_line()}:", f"{side} {wrong[0]} {why}.",
-                        f"perm over {', '.join(map(repr, axes))}: {list(perm)}",
-                        fix="list each source once and each destination once")
-            )  # fmt: skip
-
-
-def _groups(name: str, groups: GroupsArg, region: Region, axes: Axes) -> tuple[Any, ...]:
-    if groups is None:
-        return ()
-    ranks = tuple(tuple(int(rank) for rank in group) for group in groups)
-    size = region.mesh.count(axes)
-    once = sorted(r for group in ranks for r in group) == list(range(size))
-    if not once or len({len(group) for group in ranks}) != 1:
-        raise ShardingError(
-            message(f"{name} at {user_line()}: groups={[list(g) for g in ranks]}",
-                    f"must hold each of the {size} ranks once, in groups of one size.",
-                    fix=f"groups={[list(range(size))]}")
-        )  # fmt: skip
-    return ranks
-
-
-def _refuse_addends(x: torch.Tensor, name: str, axes: Axes) -> None:
-    owed = [axis for axis in axes if variance_of(x).state(axis) == "unreduced"]
-    if owed:
-        raise TraceError(
-            message(f"{name} at {user_line()}:", f"the value is unreduced over {owed[0]!r}.",
-                    "what its devices hold are addends of it.",
-                    fix=f"x = pfx.lax.psum(x, {shown(owed)!r}) first, or psum_scatter")
-        )  # fmt: skip

@@ -15,14 +15,14 @@ from torch.overrides import TorchFunctionMode
 
 from pfx import _torch
 from pfx.errors import ShardingError, message, user_line
-from pfx.lax.arguments import map_tensors, tensors_in
-from pfx.lax.collective import cast
-from pfx.lax.linearity import is_product
-from pfx.lax.local import variance_of, writes_varying
-from pfx.lax.picking import picked
+from pfx.lax.manual.collective import cast
+from pfx.lax.manual.linearity import is_product
+from pfx.lax.manual.local import variance_of, writes_varying
+from pfx.lax.manual.scalar_index import picked
+from pfx.lax.manual.variance import Variance
+from pfx.lax.ops.arguments import map_tensors, tensors_in
+from pfx.lax.ops.writes import written_by
 from pfx.lax.region import Region, current_region, shown
-from pfx.lax.variance import Variance
-from pfx.lax.writes import written_by
 
 Common = dict[str, tuple[str, ...]]
 

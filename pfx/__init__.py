@@ -1,6 +1,6 @@
 """pfx: training at any scale as pure functions on PyTorch."""
 
-# Transforms.
+# Transforms that are torch's own; the others are at the end.
 from torch.func import hessian as hessian
 from torch.func import jacfwd as jacfwd
 from torch.func import jacrev as jacrev
@@ -26,23 +26,33 @@ from pfx.array import Array as Array
 
 # Existing torch modules as pure functions.
 from pfx.interop import from_module as from_module
+
+# Inside a function: placement, loops, rematerialization, batches, rules of one's own.
 from pfx.lax import constrain as constrain
 from pfx.lax import custom_vjp as custom_vjp
 from pfx.lax import remat as remat
 from pfx.lax import scan as scan
 from pfx.lax import vmap as vmap
+
+# Devices.
 from pfx.mesh import Mesh as Mesh
 from pfx.mesh import make_mesh as make_mesh
 
-# Training.
+# Training by a plan.
 from pfx.plan import Plan as Plan
 
 # Write the function of one device by hand.
 from pfx.shard_map import shard_map as shard_map
+
+# Where the parts of a tensor live.
 from pfx.spec import P as P
+
+# Training.
 from pfx.train import TrainState as TrainState
 from pfx.train import TrainStep as TrainStep
 from pfx.train import make_train_step as make_train_step
+
+# Transforms, on any tree.
 from pfx.transforms import grad as grad
 from pfx.transforms import jvp as jvp
 from pfx.transforms import value_and_grad as value_and_grad

@@ -1,13 +1,10 @@
 """Primitives: operations with a transpose and a batching rule that the compiler knows."""
 
-# Collectives, inside `shard_map`.
-# Structure.
 from pfx.lax.collectives import (
     all_gather,
     all_to_all,
     axis_index,
     axis_size,
-    pcast,
     pmax,
     pmean,
     pmin,
@@ -19,6 +16,7 @@ from pfx.lax.collectives import (
 from pfx.lax.constrain import Constraint, constrain
 from pfx.lax.custom_vjp import custom_vjp
 from pfx.lax.label import label
+from pfx.lax.pcast import pcast
 from pfx.lax.remat import remat
 from pfx.lax.scan import Loop, scan
 from pfx.lax.stop_gradient import stop_gradient

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from pfx import tree
-from pfx.errors import ShardingError, message, user_line
+from pfx.errors import ShardingError, message
 from pfx.lax.linear import apply
 from pfx.lax.manual.axis_index import AxisIndex
 from pfx.lax.manual.checks import check_perm, check_split, dim_of, groups_of, refuse_addends
-from pfx.lax.manual.collective import Collective, cast
+from pfx.lax.manual.collective import Collective
 from pfx.lax.manual.local import variance_of
 from pfx.lax.region import Region, bound
 from pfx.spec import Axes
@@ -44,6 +44,8 @@ def psum(x: Any, axis: Axis, *, groups: GroupsArg = None) -> Any:
     >>> total(torch.arange(4.))
     tensor([2., 4.])
     """
+    if not axis:  # over no axis there is nothing to do
+        return x
     region, axes = bound("psum", axis)
 
     def one(leaf: Any) -> Any:
@@ -75,6 +77,8 @@ def pmean(x: Any, axis: Axis, *, groups: GroupsArg = None) -> Any:
     >>> mean(torch.tensor([1., 3.]))
     tensor([2.])
     """
+    if not axis:  # over no axis there is nothing to do
+        return x
     bound("pmean", axis)
     size = psum(1, axis, groups=groups)
 
@@ -87,16 +91,42 @@ def pmean(x: Any, axis: Axis, *, groups: GroupsArg = None) -> Any:
 
 
 def pmax(x: Any, axis: Axis, *, groups: GroupsArg = None) -> Any:
-    """The largest value among the devices along an axis, elementwise; not differentiable."""
+    """The largest value among the devices along an axis, elementwise; not differentiable.
+
+    Varying → invarying, every dtype kept; of NaN and a number, NaN.
+
+    Args:
+        axis: one mesh axis, or a tuple.
+        groups: disjoint lists of ranks, equally long, to compare within; the result then varies.
+
+    Raises:
+        NameError: for an axis that no enclosing `shard_map` binds.
+        TraceError: a TypeError, when it is differentiated: apply `stop_gradient` to its operand.
+
+    >>> from pfx import P, make_mesh, shard_map
+    >>> largest = shard_map(lambda x: pmax(x, "dp"), mesh=make_mesh(dp=2), in_specs=P("dp"), out_specs=P())
+    >>> largest(torch.tensor([3., 1., 2., 4.]))
+    tensor([3., 4.])
+    """
     return _extremum(x, "max", axis, groups)
 
 
 def pmin(x: Any, axis: Axis, *, groups: GroupsArg = None) -> Any:
-    """The smallest value among the devices along an axis, elementwise; not differentiable."""
+    """The smallest value among the devices along an axis, elementwise; not differentiable.
+
+    As `pmax` in all else.
+
+    >>> from pfx import P, make_mesh, shard_map
+    >>> least = shard_map(lambda x: pmin(x, "dp"), mesh=make_mesh(dp=2), in_specs=P("dp"), out_specs=P())
+    >>> least(torch.tensor([3., 1., 2., 4.]))
+    tensor([2., 1.])
+    """
     return _extremum(x, "min", axis, groups)
 
 
 def _extremum(x: Any, reduce: str, axis: Axis, groups: GroupsArg) -> Any:
+    if not axis:  # over no axis there is nothing to do
+        return x
     region, axes = bound(f"p{reduce}", axis)
 
     def one(leaf: Any) -> torch.Tensor:
@@ -277,7 +307,20 @@ def ppermute(x: Any, axis: Axis, perm: Sequence[tuple[int, int]]) -> Any:
 
 
 def pshuffle(x: Any, axis: Axis, perm: Sequence[int]) -> Any:
-    """Give the i-th device along an axis the value of device ``perm[i]``."""
+    """Give the i-th device along an axis the value of device ``perm[i]``.
+
+    Args:
+        perm: a permutation of the ranks along the axis.
+
+    Raises:
+        ShardingError: a ValueError, when `perm` does not name each rank once.
+
+    >>> from pfx import P, make_mesh, shard_map
+    >>> turned = shard_map(lambda x: pshuffle(x, "dp", [2, 0, 1]),
+    ...                    mesh=make_mesh(dp=3), in_specs=P("dp"), out_specs=P("dp"))
+    >>> turned(torch.arange(3.))
+    tensor([2., 0., 1.])
+    """
     size = axis_size(axis)
     if sorted(perm) != list(range(size)):
         raise ShardingError(
@@ -299,57 +342,12 @@ def axis_index(axis: Axis) -> torch.Tensor:
 
 
 def axis_size(axis: Axis) -> int:
-    """The number of devices along an axis, or along the product of several."""
+    """The number of devices along an axis, or along the product of several, as a Python number.
+
+    >>> from pfx import P, make_mesh, shard_map
+    >>> shard_map(lambda: torch.tensor(axis_size(("dp", "tp"))), mesh=make_mesh(dp=2, tp=3),
+    ...           in_specs=(), out_specs=P())()
+    tensor(6)
+    """
     region, axes = bound("axis_size", axis)
     return region.mesh.count(axes)
-
-
-def pcast(x: Any, axis: Axis, to: str) -> Any:
-    """Say that a value is varying, reduced or unreduced along an axis; moves nothing.
-
-    What a value is decides what its gradient is. With respect to an invarying value, a gradient taken
-    inside a region is the sum over the devices, and costs a psum each time. With respect to the same
-    value cast to "varying" first it is each device's own; cast to "reduced" it stays unreduced until
-    the cast is transposed, and so is summed once however often the value was used.
-
-    Args:
-        to: "varying" (from invarying or reduced), "reduced" (from invarying), or "unreduced" (from
-            varying: what the devices hold are addends from now on).
-
-    Raises:
-        ShardingError: for a cast that would need communication, with the collective that does it.
-
-    >>> from pfx import P, grad, make_mesh, shard_map
-    >>> local = lambda w, x: grad(lambda w: (pcast(w, "dp", to="varying") * x).sum())(w)
-    >>> shard_map(local, mesh=make_mesh(dp=2), in_specs=(P(), P("dp")), out_specs=P())(
-    ...     torch.ones(1), torch.tensor([2., 3.]))
-    tensor([5.])
-    """
-    region, axes = bound("pcast", axis)
-    allowed = {"varying": ("invarying", "reduced"), "reduced": ("invarying",),
-               "unreduced": ("varying",)}  # fmt: skip
-    if to not in allowed:
-        way = 'psum, or all_gather(…, to="invarying"), makes a value the same everywhere'
-        raise ShardingError(message("pcast:", f"to={to!r} is no cast.", fix=way))
-
-    def one(leaf: Any) -> torch.Tensor:
-        leaf = torch.as_tensor(leaf)
-        for a in axes:
-            state = variance_of(leaf).state(a)
-            if state != to and state not in allowed[to]:
-                raise _no_cast(a, state, to)
-        return cast(leaf, region.mesh, axes, to)
-
-    return tree.map(one, x)
-
-
-def _no_cast(axis: str, state: str, to: str) -> ShardingError:
-    fixes = {
-        ("unreduced", "varying"): "pfx.lax.psum_scatter, or psum and then pcast",
-        ("invarying", "unreduced"): 'pcast(x, …, to="varying") first, and mean its sum',
-    }
-    fix = fixes.get((state, to), f"x = pfx.lax.psum(x, {axis!r}) first")
-    return ShardingError(
-        message(f"pcast at {user_line()}:", f"the value is {state} over {axis!r}.",
-                f"{state} → {to} is not a cast.", fix=fix)
-    )  # fmt: skip

@@ -69,7 +69,9 @@ def bound(name: str, axis: str | Sequence[str]) -> tuple[Region, Axes]:
                 where,
                 f"{free[0]!r} is not bound.",
                 f"bound axes: {known}.",
-                fix=f"call it inside pfx.shard_map(fn, mesh=make_mesh({free[0]}=…), …)",
+                fix=f"use one of {known}"
+                if region and region.axes
+                else f"call it inside pfx.shard_map(fn, mesh=make_mesh({free[0]}=…), …)",
             )
         )
     taken = [a for a in axes if a in spmd_axes()]

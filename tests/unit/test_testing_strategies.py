@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, find, given, settings
+from hypothesis import Phase, find, given, seed, settings
 from hypothesis import strategies as st
 
 import pfx
@@ -106,15 +106,20 @@ def test_each_kind_of_step_states_the_shape_of_its_value(kind: str) -> None:
 
 def test_every_kind_of_step_is_drawn() -> None:
     drawn: list[str] = []
+    options = settings(max_examples=100, database=None, phases=[Phase.generate], derandomize=False)
+    for number in range(10):  # what a seed draws also depends on the tests before it
 
-    @given(pfx.testing.programs(MESHES_2_2))
-    @settings(max_examples=150, database=None, phases=[Phase.generate])
-    def collect(p: pfx.testing.SmallProgram) -> None:
-        drawn.extend(p.lines)
+        @seed(number)
+        @options
+        @given(pfx.testing.programs(MESHES_2_2))
+        def collect(p: pfx.testing.SmallProgram) -> None:
+            drawn.extend(p.lines)
 
-    collect()
-    unseen = [word for word in WORDS if not any(word in line for line in drawn)]
-    assert not unseen
+        collect()
+        unseen = [word for word in WORDS if not any(word in line for line in drawn)]
+        if not unseen:
+            return
+    raise AssertionError(unseen)
 
 
 # What only the line of one kind of step has, for some of them.

@@ -12,7 +12,7 @@ from pfx import _torch
 from pfx.compiler.batched import unmerge_batches
 from pfx.compiler.functional import check_pure
 from pfx.compiler.loops import outputs_of, prune_loops, sink_constraints
-from pfx.compiler.manual import has_regions, settle
+from pfx.compiler.manual import check_meshes, has_regions, settle
 from pfx.compiler.partition import partition
 from pfx.compiler.passes import bucket_collectives, number_in_order
 from pfx.compiler.program import Program
@@ -69,6 +69,7 @@ def lower(
     unmerge_batches(module.graph)
     reassociate_sums(module.graph)
     manual = has_regions(module.graph)
+    check_meshes(module.graph, mesh, where)
     settle(module.graph)
     context = Context(mesh, names, rules or {}, manual=manual)
     captured = [Layout(((),) * tensor.ndim) for tensor in traced.captured]

@@ -14,6 +14,7 @@ import torch.fx
 
 from pfx.compiler.reshard import Move
 from pfx.compiler.rule import operand_nodes
+from pfx.errors import ShardingError, message
 from pfx.lax.manual.boundary import Boundary
 from pfx.lax.manual.collective import Collective
 from pfx.lax.manual.variance import node_variance
@@ -32,6 +33,22 @@ def has_regions(graph: torch.fx.Graph) -> bool:
         or (isinstance(node.target, Loop) and has_regions(node.target.body.module.graph))
         for node in graph.nodes
     )
+
+
+def check_meshes(graph: torch.fx.Graph, mesh: Mesh, where: str) -> None:
+    """Refuse a region, all depths, that is written for other axes than the program is compiled for."""
+    for node in graph.nodes:
+        target = node.target
+        if isinstance(target, Loop):
+            check_meshes(target.body.module.graph, mesh, where)
+        elif isinstance(target, Boundary) and target.mesh.axes != mesh.axes:
+            raise ShardingError(
+                message(
+                    f"{where}: a shard_map inside",
+                    f"is on the mesh {target.mesh}, the function on {mesh}.",
+                    fix="one mesh for both, and axis_names= for the axes that the region uses",
+                )
+            )
 
 
 def settle(graph: torch.fx.Graph) -> None:

@@ -214,3 +214,11 @@ def test_a_value_that_is_the_same_is_not_split_where_it_is_counted(run: Any) -> 
     tiled = lambda w: mapped(lambda: torch.sin(w), TWO, (), P("dp"))()
     found = pfx.jit(tiled, mesh=TWO, in_specs=P("dp"), check=True)(x)
     assert_close(pfx.device_get(found), torch.sin(x).repeat(2))
+
+
+def test_a_region_on_another_mesh_than_the_program() -> None:
+    region = mapped(lambda x: lax.psum(x, "dp"), TWO, P("dp"), P())
+    looped = lambda x: pfx.scan(lambda c, _: (c + region(x).sum(), None), x.sum(), x)[0]
+    for fn in (region, looped):
+        with complains(ShardingError, "dp=2", "dp=4", "axis_names"):
+            pfx.jit(lambda x, fn=fn: fn(x), mesh=pfx.make_mesh(dp=4)).lower(torch.ones(4))

@@ -17,7 +17,7 @@ import torch
 from pfx.errors import TraceError, message
 from pfx.lax.linear import apply
 from pfx.lax.manual.local import local, part_at, variance_of
-from pfx.lax.manual.transport import Groups, Perm, joint, pick, take, team
+from pfx.lax.manual.transport import Groups, Perm, alone, joint, pick, team
 from pfx.lax.manual.variance import Variance
 from pfx.lax.region import shown
 from pfx.mesh import Mesh
@@ -142,7 +142,7 @@ class Collective:
     def compute(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Do it for all devices at once, to a value that holds all their parts."""
         (after,) = self.result_variances([variance_of(x)])
-        combine = _together(self)
+        make, take = _together(self)
         done: dict[tuple[tuple[int, ...], int], Any] = {}
         parts = []
         for place in self.mesh.coordinates(self.mesh.ordered(tuple(after.axes))):
@@ -153,9 +153,9 @@ class Collective:
             key = members, self.mesh.index(elsewhere)
             if key not in done:
                 held = [part_at(x, {**full, **self.coordinate(m)}) for m in members]
-                done[key] = combine[0](held)
+                done[key] = make(held)
             # A copy, as on devices of their own: a later change in place must stay with one of them.
-            parts.append(combine[1](done[key], mine).clone())
+            parts.append(take(done[key], mine).clone())
         return (local(self.mesh, after, parts),)
 
     def coordinate(self, rank: int) -> Mapping[str, int]:
@@ -172,14 +172,11 @@ def _next(dim: int) -> int:
 
 def _together(c: Collective) -> tuple[Any, Any]:
     """What the members make together, and what one of them takes of it."""
-    if c.kind == "cast":
-        return list, lambda parts, rank: parts[rank]
-    if c.kind == "slice":
-        return list, lambda parts, rank: take(parts[rank], c.dim, rank, c.size)
-    if c.kind == "own":
-        return list, lambda parts, rank: parts[0] if rank == 0 else torch.zeros_like(parts[0])
-    one = joint(c.kind, dim=c.dim, reduce=c.reduce)
-    return one, pick(c.kind, dim=c.dim, to_dim=c.to_dim, size=c.size, perm=c.perm)
+    if c.kind in ("cast", "slice", "own"):
+        own = alone(c.kind, dim=c.dim, size=c.size)
+        return list, lambda parts, rank: own(parts[rank], rank)
+    made = joint(c.kind, dim=c.dim, reduce=c.reduce)
+    return made, pick(c.kind, dim=c.dim, to_dim=c.to_dim, size=c.size, perm=c.perm)
 
 
 def _brought(x: Any, mesh: Mesh, axes: Axes, source: str, target: str) -> torch.Tensor:

@@ -259,6 +259,7 @@ def repeated(program: Program) -> Iterator[str]:
                 seen.add((before.number, after.layout))
 
 
+@pytest.mark.timeout(300)  # many compilations
 @hypothesis.given(cases(max_devices=8))
 @hypothesis.settings(max_examples=12)
 def test_nothing_is_communicated_to_be_thrown_away(case: Case) -> None:

@@ -42,12 +42,14 @@ def assert_equality_law(case: Case, steps: int = 3, **options: Any) -> None:
     assert_same_run(run(train, case, steps), run_eagerly(train, case, steps), tolerance(case.dtype))
 
 
+@pytest.mark.timeout(300)  # many compilations
 @hypothesis.given(cases())
 @hypothesis.settings(max_examples=EXAMPLES)
 def test_any_plan(case: Case) -> None:
     assert_equality_law(case)
 
 
+@pytest.mark.timeout(300)  # many compilations
 @hypothesis.given(cases(max_devices=6))
 @hypothesis.settings(max_examples=max(EXAMPLES // 2, 1))
 def test_one_device_compiled_is_an_oracle_too(case: Case) -> None:
@@ -57,6 +59,7 @@ def test_one_device_compiled_is_an_oracle_too(case: Case) -> None:
     assert_same_run(run(train, case), run(alone, case), tolerance(case.dtype))
 
 
+@pytest.mark.timeout(300)  # many compilations
 @hypothesis.given(cases(max_devices=6))
 @hypothesis.settings(max_examples=max(EXAMPLES // 2, 1))
 def test_all_copies_agree_bit_for_bit(case: Case) -> None:

@@ -69,8 +69,9 @@ def lower(
     unmerge_batches(module.graph)
     reassociate_sums(module.graph)
     manual = has_regions(module.graph)
-    check_meshes(module.graph, mesh, where)
-    settle(module.graph)
+    if manual:
+        check_meshes(module.graph, mesh, where)
+        settle(module.graph)
     context = Context(mesh, names, rules or {}, manual=manual)
     captured = [Layout(((),) * tensor.ndim) for tensor in traced.captured]
     asked_in = [*in_layouts, *captured]

@@ -128,6 +128,14 @@ def _outputs(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return list(next(n for n in reversed(graph.nodes) if n.op == "output").args[0])
 
 
+def _with(
+    inputs: Sequence[torch.Tensor], places: Sequence[int], values: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The inputs with other values in some places."""
+    new = dict(zip(places, values, strict=True))
+    return [new.get(i, value) for i, value in enumerate(inputs)]
+
+
 def vjp_of(body: Body) -> Callable[..., list[torch.Tensor]]:
     """Return ``(inputs, cotangents of float outputs) -> outputs + cotangents of float inputs``."""
     num = len(body.in_metas)
@@ -138,10 +146,7 @@ def vjp_of(body: Body) -> Callable[..., list[torch.Tensor]]:
         inputs, cotangents = args[:num], args[num:]
 
         def of_wanted(*values: torch.Tensor) -> Any:
-            full = list(inputs)
-            for i, value in zip(wanted, values, strict=True):
-                full[i] = value
-            outs = _replay(body.module, full)
+            outs = _replay(body.module, _with(inputs, wanted, values))
             return tuple(outs[i] for i in given), tuple(outs)
 
         primals = [inputs[i] for i in wanted]
@@ -160,10 +165,7 @@ def jvp_of(body: Body, moving: Sequence[int]) -> Callable[..., list[torch.Tensor
         inputs, tangents = args[:num], args[num:]
 
         def of_moving(*values: torch.Tensor) -> Any:
-            full = list(inputs)
-            for i, value in zip(moving, values, strict=True):
-                full[i] = value
-            outs = _replay(body.module, full)
+            outs = _replay(body.module, _with(inputs, moving, values))
             return tuple(outs[i] for i in given)
 
         return list(torch.func.jvp(of_moving, tuple(inputs[i] for i in moving), tangents)[1])

@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from pfx.array import assemble
 from pfx.errors import ShardingError, message
 from pfx.lax.constrain import Constraint
 from pfx.lax.linear import apply
 from pfx.lax.manual.collective import cast
 from pfx.lax.manual.local import local, part_at, variance_of
-from pfx.lax.manual.transport import ordered_sum
 from pfx.lax.manual.variance import Variance
 from pfx.lax.vmap import spmd_axis
 from pfx.mesh import Mesh
 from pfx.meta import TensorMeta
-from pfx.spec import Axes, Layout, local_shape, local_slices
+from pfx.spec import Axes, Layout, distinct_coordinates, local_shape, part_of
 
 
 @dataclass(frozen=True)
@@ -139,19 +139,10 @@ class Boundary:
 
     def split(self, x: torch.Tensor, place: Mapping[str, int]) -> torch.Tensor:
         """What one device gets of a value."""
-        whole = part_at(x, place)
-        part = whole[local_slices(whole.shape, self.layout, self.mesh, place)].clone()
-        return torch.zeros_like(part) if any(place[a] for a in self.unreduced) else part
+        return part_of(part_at(x, place), self.layout, self.mesh, place).clone()
 
     def joined(self, x: torch.Tensor, place: Mapping[str, int]) -> torch.Tensor:
         """The whole that the devices at a place of an enclosing region hold together."""
-        shape = self.out_meta(x).shape
-        out = torch.empty(shape, dtype=x.dtype, device=x.device)
-        split = Layout(self.dims)
-        for block in self.mesh.coordinates(split.axes):
-            addends = [
-                part_at(x, {**place, **block, **owed})
-                for owed in self.mesh.coordinates(self.unreduced)
-            ]
-            out[local_slices(shape, split, self.mesh, block)] = ordered_sum(addends)
-        return out
+        blocks = distinct_coordinates(self.layout, self.mesh)
+        parts = tuple(part_at(x, {**place, **block}) for block in blocks)
+        return assemble(self.out_meta(x).shape, x.dtype, self.layout, self.mesh, parts)

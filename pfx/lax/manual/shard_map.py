@@ -7,6 +7,7 @@ once (`pfx.lax.manual.local`); inside one, what is recorded are the ops of one d
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,12 +60,10 @@ class ShardMap:
             for (path, leaf), spec in zip(pairs, self.specs_of(args), strict=True)
         ]
         every = mesh.ordered((*axes, *(outer.axes if outer else ())))
-        with inside(Region(mesh, every, strict=self.strict)):
-            if outer is None:
-                with Mixing():
-                    result = self.fn(*tree.unflatten(treedef, inputs))
-            else:
-                result = self.fn(*tree.unflatten(treedef, inputs))
+        # An enclosing region's mode casts the operands of this one too.
+        mixing = Mixing() if outer is None else contextlib.nullcontext()
+        with inside(Region(mesh, every, strict=self.strict)), mixing:
+            result = self.fn(*tree.unflatten(treedef, inputs))
         pairs, treedef = tree.flatten_with_path(result)
         specs = spec_leaves(self.out_specs, result, f"{self.name}: out_specs", "output")
         outs = [

@@ -195,7 +195,9 @@ def test_every_action_starts_as_early_as_it_can(
         assert row.start == max([free[row.device], *arrivals(timeline, row, t_comm)])
         assert row.end == row.start + times[row.action.kind]
         free[row.device] = row.end
-    assert 0 <= timeline.bubble < 1
+    busy = sum(row.end - row.start for row in timeline.rows())
+    assert 0 <= timeline.bubble <= 1
+    assert timeline.bubble * timeline.makespan == pytest.approx(timeline.makespan - busy / stages)
 
 
 @pytest.mark.parametrize("name", NAMES)

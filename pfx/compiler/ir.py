@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from pfx._torch import OpOverload
+from pfx.compiler.pipeline.primitive import Pipeline
 from pfx.compiler.reshard import Move
 from pfx.mesh import Mesh
+from pfx.schedules.action import Schedule
 from pfx.spec import Axes, Layout, local_bytes, local_shape
 
 
@@ -94,9 +96,60 @@ class LoopInstr:
     ins: tuple[Value, ...]
     outs: tuple[Value, ...]
     source: str = ""
+    axis: str = ""  # in a pipeline: that over whose devices the iterations are spread
 
 
-Instr = Compute | Reshard | LoopInstr
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """A part of a stage's work on one microbatch: forward, backward, or a half of the backward.
+
+    Attributes:
+        block: its inputs are rows of the microbatch, consts, what was received, and what earlier
+            phases of the same microbatch have left; its outputs what is sent, made, and left.
+        sends: which values the next stage (or the one before, in a backward) waits for.
+        makes: (output of the pipeline, value) for what is added up or stacked.
+    """
+
+    block: Block
+    sends: tuple[Value, ...]
+    makes: tuple[tuple[int, Value], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """The layers ``start:stop``, on one device of the pipeline's axis, with what runs beside them.
+
+    `phases` has one for each kind of action: F and, where there is a backward pass, B, I and W.
+    `receives` names the values that arrive before an F, and before a B or an I. `rows` are the
+    first row of the layers in the device's own part of a stack, and of the end.
+    """
+
+    device: int
+    start: int
+    stop: int
+    rows: tuple[int, int]
+    phases: Mapping[str, Phase]
+    receives: Mapping[str, tuple[Value, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineInstr:
+    """A pipeline: `stages` work on `made.length` microbatches as `schedule` says.
+
+    Operands are xs (a row for each microbatch), then consts. `body` is one microbatch on all stages
+    at once: what the stages are cut from. Its values never mention the pipeline's axis.
+    """
+
+    made: Pipeline
+    body: Block
+    ins: tuple[Value, ...]
+    outs: tuple[Value, ...]
+    source: str = ""
+    schedule: Schedule | None = None
+    stages: tuple[Stage, ...] = ()
+
+
+Instr = Compute | Reshard | LoopInstr | PipelineInstr
 
 
 @dataclass(eq=False)
@@ -110,11 +163,12 @@ class Block:
     names: list[str] = field(default_factory=list)  # key paths of the inputs of a program
     donated: frozenset[int] = frozenset()  # numbers of inputs whose memory may be reused
     report: list[str] = field(default_factory=list)  # what the compiler had to fall back on
+    rows: frozenset[int] = frozenset()  # inputs and outputs that are handed over as lists of rows
 
     @cached_property
     def streams(self) -> frozenset[int]:
         """Stacked results that only other loops read, slice by slice: they need no stacking."""
-        return streams_of(self.instrs, self.outputs)
+        return self.rows | streams_of(self.instrs, self.outputs)
 
 
 def values_in(arg: Any) -> Iterator[Value]:

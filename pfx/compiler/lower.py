@@ -15,13 +15,16 @@ from pfx.compiler.loops import outputs_of, prune_loops, sink_constraints
 from pfx.compiler.manual import check_meshes, has_regions, settle
 from pfx.compiler.partition import partition
 from pfx.compiler.passes import bucket_collectives, number_in_order
+from pfx.compiler.pipeline.form import form_pipelines
 from pfx.compiler.program import Program
 from pfx.compiler.propagate import Context, propagate
 from pfx.compiler.reuse import reuse_buffers
 from pfx.compiler.simplify import simplify
+from pfx.compiler.stages import lay_out_pipelines
 from pfx.compiler.sums import reassociate_sums
 from pfx.lax.ops.functionalize import functionalize
 from pfx.mesh import Mesh
+from pfx.schedules.action import Schedule
 from pfx.spec import Layout, effective
 
 
@@ -44,6 +47,7 @@ def lower(
     rules: Mapping[Any, str] | None = None,
     donated: Sequence[bool] = (),
     bucket_bytes: int = 32 << 20,
+    schedule: str | Schedule = "1f1b",
     where: str = "",
     arg_names: Sequence[str] = (),
 ) -> Lowered:
@@ -57,6 +61,7 @@ def lower(
         rules: einops patterns of users' ops.
         donated: which arguments the program may overwrite.
         bucket_bytes: collectives of one kind are joined up to this many bytes.
+        schedule: of pipelines: a name in `pfx.schedules.build`, or a schedule.
         where: what errors call the function.
         arg_names: what errors call its arguments.
     """
@@ -77,6 +82,7 @@ def lower(
     asked_in = [*in_layouts, *captured]
     asked_out = list(out_layouts([node.meta["val"] for node in outputs_of(module.graph)]))
     layouts = [effective(layout, mesh) for layout in asked_in]
+    form_pipelines(module.graph, layouts, context.note)
     exact = [asked and effective(asked, mesh) for asked in asked_out]
     solution = propagate(module.graph, layouts, [None] * len(exact), exact, context)
     finals = [
@@ -91,6 +97,7 @@ def lower(
     program.report = list(context.report)
     bucket_collectives(program, bucket_bytes)
     number_in_order(program)
+    lay_out_pipelines(program, schedule, bucket_bytes)
     program.donated = frozenset(
         value.number for value, given in zip(program.inputs, donated, strict=False) if given
     )

@@ -15,10 +15,11 @@ import torch
 import torch.fx
 
 from pfx.compiler.choose import Choice
-from pfx.compiler.ir import Compute, Instr, LoopInstr, Reshard, Value, values_in
+from pfx.compiler.ir import Compute, Instr, LoopInstr, PipelineInstr, Reshard, Value, values_in
 from pfx.compiler.loops import outputs_of, placeholders
 from pfx.compiler.manual import axes_of, move_of
 from pfx.compiler.part_names import Name, after, names_of_results
+from pfx.compiler.pipeline.primitive import Pipeline
 from pfx.compiler.program import Program
 from pfx.compiler.propagate import Context, Decision, Solution
 from pfx.compiler.reshard import Move, plan_moves
@@ -118,6 +119,9 @@ class _Emitter:
         if isinstance(node.target, Loop):
             self.loop(node, decision)
             return
+        if isinstance(node.target, Pipeline):
+            self.pipeline(node, decision)
+            return
         if isinstance(node.target, Boundary):
             self.cross(node, decision)
             return
@@ -199,10 +203,37 @@ class _Emitter:
             self.like(value, stack=loop.length if i >= c else 0, role=role)
             for i, (value, role) in enumerate(zip(body.outputs, _roles(node), strict=True))
         )
-        source = node.meta.get("source", "")
+        source, axis = node.meta.get("source", ""), node.meta.get("axis", "")
         self.instrs.append(
-            LoopInstr(body, c, x, loop.length, loop.reverse, tuple(ins), outs, source)
+            LoopInstr(body, c, x, loop.length, loop.reverse, tuple(ins), outs, source, axis)
         )
+        self.bind(node, outs)
+
+    def pipeline(self, node: Node, decision: Choice) -> None:
+        """Emit a pipeline as one microbatch on all stages at once; `lay_out` cuts it into stages."""
+        made: Pipeline = node.target  # type: ignore[assignment]
+        assert isinstance(decision, Decision) and decision.body is not None
+        ins = [
+            self.at(operand, layout, node, "an operand of the pipeline")  # type: ignore[arg-type]
+            for operand, layout in zip(node.args, decision.operands, strict=True)
+        ]
+        inner = _Emitter(made.body.module, decision.body, self.context)
+        layouts = list(decision.body.inputs)
+        places = placeholders(made.body.module.graph)
+        body_ins = [
+            inner.new(p.meta["val"], layout) for p, layout in zip(places, layouts, strict=True)
+        ]
+        body = inner.run(
+            body_ins, [replace(k, free=False, zero=False) for k in decision.body.outputs]
+        )
+        outs = tuple(
+            self.new(fake, layout, role)
+            for fake, layout, role in zip(
+                node.meta["val"], decision.results, _roles(node), strict=True
+            )
+        )
+        source = node.meta.get("source", "")
+        self.instrs.append(PipelineInstr(made, body, tuple(ins), outs, source))
         self.bind(node, outs)
 
     def own(self, node: Node) -> Axes:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from pfx.compiler.ir import Block, Compute, Instr, LoopInstr, Reshard, Value
+from pfx.compiler.ir import Block, Compute, Instr, LoopInstr, PipelineInstr, Reshard, Value
 from pfx.mesh import Mesh
 
 
@@ -131,7 +131,7 @@ def number_in_order(block: Block) -> None:
     block.inputs = [define(value) for value in block.inputs]  # type: ignore[misc]
     for i, instr in enumerate(block.instrs):
         ins = renamed(instr.ins)
-        if isinstance(instr, LoopInstr):
+        if isinstance(instr, (LoopInstr, PipelineInstr)):
             number_in_order(instr.body)
         elif isinstance(instr, Compute):
             instr = replace(instr, args=renamed(instr.args), kwargs=renamed(dict(instr.kwargs)))

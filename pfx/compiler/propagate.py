@@ -12,7 +12,7 @@ the form its readers wish.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,8 @@ from pfx.compiler.choose import Choice, Chooser, Flow
 from pfx.compiler.loops import outputs_of, placeholders
 from pfx.compiler.manual import boundary_layouts, busy_axes, without
 from pfx.compiler.names import spec_of_names
+from pfx.compiler.pipeline.layouts import outer_wishes, settle_pipeline
+from pfx.compiler.pipeline.primitive import Pipeline
 from pfx.compiler.rule import Rule, operand_nodes
 from pfx.compiler.rules import find_rule
 from pfx.compiler.wishes import Wish, agreed, open_factors, opinion, reduced
@@ -75,6 +77,7 @@ class Solution:
     """The decisions for a graph, the layout of every value, and the wishes for its inputs."""
 
     graph: torch.fx.Graph
+    inputs: tuple[Layout, ...]
     layouts: dict[Node, Layout]
     decisions: dict[Node, Choice]
     outputs: tuple[Layout, ...]
@@ -88,15 +91,20 @@ def propagate(
     exact: Sequence[Layout | None],
     context: Context,
     num_carry: int = 0,
+    *,
+    sums: Collection[int] = (),
+    taken: Axes = (),
 ) -> Solution:
     """Decide a graph's layouts from those of its inputs.
 
     `wishes` say where the readers of the outputs would like them; an output with an entry in `exact`
     ends up exactly so. In the body of a loop the first `num_carry` inputs and outputs are the carry.
+    Outputs numbered in `sums` are added up. Nothing is split over the axes `taken`.
     """
-    key = (id(graph), tuple(inputs), tuple(wishes), tuple(exact))
+    key = (id(graph), tuple(inputs), tuple(wishes), tuple(exact), taken)
     if key not in context.solved:
-        context.solved[key] = _Sweeps(graph, inputs, wishes, exact, context, num_carry).run()
+        sweeps = _Sweeps(graph, inputs, wishes, exact, context, num_carry, sums, taken)
+        context.solved[key] = sweeps.run()
     return context.solved[key]
 
 
@@ -111,8 +119,10 @@ class _Sweeps:
         exact: Sequence[Layout | None],
         context: Context,
         num_carry: int,
+        sums: Collection[int],
+        taken: Axes,
     ) -> None:
-        self.num_carry = num_carry
+        self.num_carry, self.sums, self.taken = num_carry, sums, taken
         self.graph, self.context, self.mesh = graph, context, context.mesh
         self.inputs = dict(zip(placeholders(graph), inputs, strict=True))
         self.outs, self.exact_outs = outputs_of(graph), exact
@@ -136,7 +146,8 @@ class _Sweeps:
             for node, layout in zip(self.outs, self.exact_outs, strict=True)
         )
         wishes = tuple(self.wishes.get(node) for node in self.inputs)
-        return Solution(self.graph, self.layouts, self.decisions, outputs, wishes)
+        inputs = tuple(self.inputs.values())
+        return Solution(self.graph, inputs, self.layouts, self.decisions, outputs, wishes)
 
     def forward(self) -> None:
         """One sweep in order, deciding every node from its operands and its wish."""
@@ -165,6 +176,9 @@ class _Sweeps:
             return
         if isinstance(node.target, Loop):
             self.decisions[node] = self.decide_loop(node)
+            return
+        if isinstance(node.target, Pipeline):
+            self.decisions[node] = self.decide_pipeline(node)
             return
         self.decisions[node] = self.decide(node)
         if isinstance(node.meta["val"], torch.Tensor):
@@ -207,8 +221,8 @@ class _Sweeps:
         return self.chooser(node).best(have, wishes, flow, busy=self.busy(node))
 
     def busy(self, node: Node) -> Axes:
-        """The axes that a manual region has taken at this node."""
-        return busy_axes(node, self.mesh) if self.context.manual else ()
+        """The axes that a pipeline, or a manual region at this node, has taken."""
+        return (*self.taken, *busy_axes(node, self.mesh)) if self.context.manual else self.taken
 
     def chooser(self, node: Node) -> Chooser:
         """The chooser of a node, made once."""
@@ -262,6 +276,8 @@ class _Sweeps:
                 return False
             node = reader
         i = self.outs.index(node)
+        if i in self.sums:
+            return self.readers[node] == 1
         carry = list(self.inputs.values())[i] if i < self.num_carry else None
         return self.readers[node] == 1 and carry is not None and (carry.zero or bool(carry.partial))
 
@@ -277,9 +293,22 @@ class _Sweeps:
         loop: Loop = node.target  # type: ignore[assignment]
         have = [self.layouts[n] for n in node.args]  # type: ignore[index]
         solve = lambda graph, inputs, wishes, exact: propagate(
-            graph, inputs, wishes, exact, self.context, loop.num_carry
+            graph, inputs, wishes, exact, self.context, loop.num_carry, taken=self.taken
         )
         operands, results, body = settle_loop(loop, have, self.result_wishes(node), solve)
+        return Decision({}, operands, results, body)
+
+    def decide_pipeline(self, node: Node) -> Decision:
+        """Decide a pipeline with its body, in which its axis is taken."""
+        made: Pipeline = node.target  # type: ignore[assignment]
+        have = [self.layouts[n] for n in node.args]  # type: ignore[index]
+        graph, taken = made.body.module.graph, (*self.taken, made.axis)
+        sums = [i for i, output in enumerate(made.outputs) if output.summed]
+        solve = lambda inputs, wishes: propagate(
+            graph, inputs, wishes, [None] * len(wishes), self.context, sums=sums, taken=taken
+        )
+        wishes = self.result_wishes(node)
+        operands, results, body = settle_pipeline(made, have, wishes, self.mesh, solve)
         return Decision({}, operands, results, body)
 
     def backward(self) -> None:
@@ -312,6 +341,10 @@ class _Sweeps:
             inner = decision.body.input_wishes
             wishes += [None if w is None else (None, *w) for w in inner[c : c + x]]
             wishes += inner[c + x :]
+            return list(zip(node.args, wishes, strict=True))  # type: ignore[arg-type]
+        if isinstance(node.target, Pipeline):
+            assert isinstance(decision, Decision) and decision.body is not None
+            wishes = outer_wishes(node.target, decision.body.input_wishes)
             return list(zip(node.args, wishes, strict=True))  # type: ignore[arg-type]
         rule = self.context.rule(node)
         if rule.free:

@@ -53,7 +53,9 @@ def _viewed(instr: Any, k: int) -> Value | None:
         return instr.ins[0] if instr.ins and is_view(instr.target) else None
     if isinstance(instr, Reshard):
         return instr.ins[k]  # a slice or cast is a view, and a group of one moves nothing
-    return instr.ins[k] if k < instr.num_carry else None  # a carry may come back untouched
+    if isinstance(instr, LoopInstr) and k < instr.num_carry:
+        return instr.ins[k]  # a carry may come back untouched
+    return None
 
 
 def _made_here(block: Block) -> set[int]:

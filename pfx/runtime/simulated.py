@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from pfx.compiler.ir import Block, Compute, LoopInstr, Reshard, Value, last_uses
+from pfx.compiler.ir import Block, Compute, LoopInstr, PipelineInstr, Reshard, Value, last_uses
 from pfx.compiler.reshard import Move
 from pfx.lax.manual import transport
 from pfx.runtime.local import local_call
+from pfx.runtime.simulated_pipeline import SimulatedPipeline
 from pfx.runtime.step import Step
 
 Parts = list[torch.Tensor]
@@ -24,8 +25,8 @@ Parts = list[torch.Tensor]
 class Simulated:
     """An executable program: prepared once, called with the distinct parts of every input."""
 
-    def __init__(self, program: Block, *, check: bool = False) -> None:
-        self.program = program
+    def __init__(self, program: Block, *, check: bool = False, seed: int | None = None) -> None:
+        self.program, self.seed = program, seed
         self.mesh = program.mesh
         self.check = check
         self.steps: list[Step] = []
@@ -83,6 +84,9 @@ class Simulated:
             return self.prepare_compute(instr)
         if isinstance(instr, LoopInstr):
             return self.prepare_loop(instr)
+        if isinstance(instr, PipelineInstr):
+            inner = lambda block: type(self)(block, check=self.check)
+            return SimulatedPipeline(instr, inner, self.varying, self.seed)
         return self.prepare_reshard(instr)
 
     def verified(self, instr: Any) -> Callable[[list[Parts]], list[Parts]]:

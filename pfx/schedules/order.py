@@ -6,6 +6,8 @@ Devices only ever wait for values, so if one order exists, playing in any turn f
 
 from __future__ import annotations
 
+import functools
+import random
 from collections.abc import Iterator
 
 from pfx.errors import message
@@ -74,13 +76,17 @@ def partner(action: Action) -> Action:
     return action.at(other, f"{'RECV' if end == 'SEND' else 'SEND'}_{letter}")
 
 
-def play(schedule: Schedule, *, blocking: bool = False) -> list[tuple[int, Action]]:
+def play(
+    schedule: Schedule, *, blocking: bool = False, seed: int | None = None
+) -> list[tuple[int, Action]]:
     """Return ``(device, action)`` of all devices in an order in which every need is met.
 
     Args:
         schedule: what to play.
         blocking: whether a send holds its device until the receive is reached (a rendezvous)
             instead of leaving the value behind; only for schedules with sends and receives.
+        seed: draws which of the devices that could run does so next; None: in turn, as far as
+            each can.
 
     Raises:
         ScheduleError: no device can run its next action; what each one waits for is listed.
@@ -91,7 +97,8 @@ def play(schedule: Schedule, *, blocking: bool = False) -> list[tuple[int, Actio
     ['0F0', '1F0', '1B0', '0B0']
     """
     player = _Player(schedule, blocking=blocking)
-    while player.turn():
+    turn = player.turn if seed is None else functools.partial(player.draw, random.Random(seed))
+    while turn():
         pass
     if player.waiting():
         raise ScheduleError(_stuck(player))
@@ -113,6 +120,12 @@ class _Player:
             while self._step(device):
                 pass
         return len(self.played) > before
+
+    def draw(self, rng: random.Random) -> bool:
+        """Let one device, drawn from all, run one action; return whether one could."""
+        devices = list(range(self.schedule.num_devices))
+        rng.shuffle(devices)
+        return any(self._step(device) for device in devices)
 
     def next(self, device: int) -> Action | None:
         row = self.schedule.devices[device]

@@ -1,0 +1,273 @@
+"""Lay a pipeline out: which layers each stage has, and what it runs in each phase.
+
+Every stage is cut from the one program for a microbatch: its loops run over its own layers, their
+carry comes from the neighbour unless it begins there, and what the stage's outputs do not need is
+dropped. So all stages agree on what travels between them, and compiling does not grow with their
+number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from pfx.compiler.ir import (
+    Block,
+    Compute,
+    Instr,
+    LoopInstr,
+    Phase,
+    PipelineInstr,
+    Stage,
+    Value,
+    streams_of,
+)
+from pfx.compiler.passes import bucket_collectives
+from pfx.compiler.pipeline.primitive import EACH, FIRST, LAST
+from pfx.compiler.reuse import reuse_buffers
+from pfx.compiler.stages.cut import Piece, cut, split_loop
+from pfx.mesh import Mesh
+from pfx.schedules.action import Schedule
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of one stage: where it is, rows ``start:stop``, and whether it is at an end."""
+
+    device: int
+    start: int
+    stop: int
+    rows: tuple[int, int]
+    first: bool
+    last: bool
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def lay_out(instr: PipelineInstr, schedule: Schedule, bucket_bytes: int) -> PipelineInstr:
+    """Give a pipeline its schedule and its stages."""
+    shared: dict[Any, Stage] = {}
+    stages = []
+    for layers in layers_of(instr.made.axis, instr.made.layers, instr.body.mesh, schedule):
+        # Only keys and other stacks that are no parameters tell two inner stages apart.
+        builder = _Builder(instr, layers)
+        key = (layers.first, layers.last, len(layers), layers.start if builder.selects else 0)
+        if key not in shared:
+            shared[key] = builder.build(bucket_bytes)
+        where = {k: getattr(layers, k) for k in ("device", "start", "stop", "rows")}
+        stages.append(replace(shared[key], **where))
+    return replace(instr, schedule=schedule, stages=tuple(stages))
+
+
+def layers_of(axis: str, layers: int, mesh: Mesh, schedule: Schedule) -> Iterator[Layers]:
+    """The layers of each stage; a device's own part of a stack has those of its stages in order."""
+    size = layers // mesh.shape[axis]
+    held = [0] * mesh.shape[axis]
+    for stage, device in enumerate(schedule.place):
+        start, stop = stage * size, (stage + 1) * size
+        rows = held[device], held[device] + stop - start
+        held[device] = rows[1]
+        yield Layers(device, start, stop, rows, stage == 0, stage == schedule.stages - 1)
+
+
+@dataclass
+class _Builder:
+    """Cuts one stage out of the program for a microbatch."""
+
+    instr: PipelineInstr
+    layers: Layers
+    instrs: list[Instr] = field(default_factory=list)
+    loops: list[LoopInstr] = field(default_factory=list)
+    receives: dict[str, tuple[Value, ...]] = field(default_factory=dict)
+    selects: bool = False
+
+    def __post_init__(self) -> None:
+        body = self.instr.body
+        num_xs = self.instr.made.num_xs
+        self.count = max(v.number for v in _defined(body))
+        flags = (*(False for _ in range(num_xs)), *self.instr.made.stacks)
+        self.stacks = {v.number for v, s in zip(body.inputs, flags, strict=True) if s}
+        self.now: dict[int, Value] = {}  # values that are others on this stage
+        self.inputs = [self.own(v) for v in body.inputs]
+        for instr in body.instrs:
+            self.instrs.append(self.visit(instr))
+        self.outputs = [self.now.get(v.number, v) for v in body.outputs]
+
+    def fresh(self, like: Value, **changes: Any) -> Value:
+        self.count += 1
+        return replace(like, number=self.count, **changes)
+
+    def own(self, value: Value) -> Value:
+        """A value with this stage's rows, if it is a stack of layers."""
+        if value.number not in self.stacks:
+            return value
+        assert not value.layout.dims[0], f"the layers of {value} are split inside a stage"
+        self.now[value.number] = replace(value, shape=(len(self.layers), *value.shape[1:]))
+        return self.now[value.number]
+
+    def visit(self, instr: Instr) -> Instr:
+        """An instruction as this stage runs it."""
+        if isinstance(instr, LoopInstr) and instr.axis:
+            return self.loop(instr)
+        new = lambda v: self.now.get(v.number, v) if isinstance(v, Value) else v
+        if any(v.number in self.stacks for v in instr.ins):
+            self.stacks |= {v.number for v in instr.outs if v is not None}
+            outs = tuple(v and self.own(v) for v in instr.outs)
+            rows = instr.outs[0].shape if instr.outs[0] is not None else ()
+            pick = lambda v: self.rows(v, rows) if isinstance(v, Value) else v
+            if isinstance(instr, Compute):
+                args = tuple(pick(a) for a in instr.args)
+                ins = tuple(dict.fromkeys(a for a in args if isinstance(a, Value)))
+                return replace(instr, args=args, ins=ins, outs=outs)
+            return replace(instr, ins=tuple(map(new, instr.ins)), outs=outs)  # type: ignore[arg-type]
+        if isinstance(instr, Compute):
+            return replace(
+                instr,
+                args=_renamed(instr.args, self.now),
+                kwargs=_renamed(dict(instr.kwargs), self.now),
+                ins=tuple(map(new, instr.ins)),
+            )
+        return replace(instr, ins=tuple(map(new, instr.ins)))
+
+    def rows(self, value: Value, like: Sequence[int]) -> Value:
+        """This stage's rows of a value that goes along with a stack of shape `like`."""
+        whole = len(value.shape) == len(like) and value.shape[0] == self.instr.made.layers
+        if value.number in self.stacks or not whole or self.instr.made.layers == 1:
+            return self.now.get(value.number, value)
+        return self.select(value)
+
+    def select(self, value: Value) -> Value:
+        """This stage's rows of a value that every stage has whole."""
+        assert not value.layout.dims[0], f"the layers of {value} are split inside a stage"
+        self.selects = True
+        now = self.now.get(value.number, value)
+        out = self.fresh(now, shape=(len(self.layers), *now.shape[1:]))
+        args = (now, 0, self.layers.start, self.layers.stop)
+        self.instrs.append(Compute(aten.slice.Tensor, args, {}, (now,), (out,)))
+        return out
+
+    def loop(self, instr: LoopInstr) -> LoopInstr:
+        """A loop over this stage's layers, whose carry comes from a neighbour unless it begins here."""
+        c, x = instr.num_carry, instr.num_xs
+        self.stacks |= {v.number for v in instr.outs[c:]}
+        kind = "B" if self.loops else "F"
+        begins = self.layers.last if kind == "B" else self.layers.first
+        if begins:
+            carry = tuple(self.now.get(v.number, v) for v in instr.ins[:c])
+        else:
+            carry = tuple(self.fresh(v) for v in instr.body.inputs[:c])
+            self.receives[kind] = carry
+        xs = [
+            self.now.get(v.number, v) if v.number in self.stacks else self.select(v)
+            for v in instr.ins[c : c + x]
+        ]
+        consts = (self.now.get(v.number, v) for v in instr.ins[c + x :])
+        outs = (*instr.outs[:c], *(self.own(v) for v in instr.outs[c:]))
+        made = replace(
+            instr, body=_copied(instr.body), length=len(self.layers), ins=(*carry, *xs, *consts),
+            outs=outs,
+        )  # fmt: skip
+        self.loops.append(made)
+        return made
+
+    def build(self, bucket_bytes: int) -> Stage:
+        """Cut the stage into its phases."""
+        forward, makes = self.made(forward=True), self.made(forward=False)
+        sends = {
+            "F": () if self.layers.last else self.loops[0].outs[: self.loops[0].num_carry],
+        }
+        phases: dict[str, Phase] = {}
+        if len(self.loops) == 1:
+            (piece,) = cut(self.instrs, self.inputs, [[*sends["F"], *(v for _, v in forward)]])
+            return self.stage({"F": self.phase(piece, sends["F"], forward, {}, bucket_bytes)})
+        chain = self.loops[1].outs[: self.loops[1].num_carry]
+        sends["B"] = () if self.layers.first else chain
+        f_outs = [*sends["F"], *(v for _, v in forward)]
+        rest = [v for _, v in makes]
+        f, b = cut(self.instrs, self.inputs, [f_outs, [*sends["B"], *rest]])
+        split = self.split()
+        f2, i, w = cut(split, self.inputs, [f_outs, [*chain], rest])
+        left = {v.number: v for v in (*f.left, *f2.left)}
+        f = replace(f, left=tuple(left[number] for number in sorted(left)))
+        rows = streams_of(self.instrs, [*f_outs, *rest]) | streams_of(split, [*f_outs, *rest])
+        phases["F"] = self.phase(f, sends["F"], forward, rows, bucket_bytes)
+        phases["B"] = self.phase(b, sends["B"], makes, rows, bucket_bytes)
+        phases["I"] = self.phase(i, sends["B"], [], rows, bucket_bytes)
+        phases["W"] = self.phase(w, (), makes, rows, bucket_bytes)
+        return self.stage(phases)
+
+    def stage(self, phases: dict[str, Phase]) -> Stage:
+        where = self.layers
+        return Stage(where.device, where.start, where.stop, where.rows, phases, self.receives)
+
+    def split(self) -> list[Instr]:
+        """The instructions with the backward loop split in two."""
+        out: list[Instr] = []
+        for instr in self.instrs:
+            if instr is self.loops[1]:
+                out.extend(split_loop(self.loops[1], self.count + 1))
+            else:
+                out.append(instr)
+        return out
+
+    def made(self, *, forward: bool) -> list[tuple[int, Value]]:
+        """The outputs of the pipeline that this stage makes, in one of its passes."""
+        here = {EACH: bool(len(self.layers)), FIRST: self.layers.first, LAST: self.layers.last}
+        alone = len(self.loops) == 1
+        return [
+            (i, value)
+            for i, (output, value) in enumerate(
+                zip(self.instr.made.outputs, self.outputs, strict=True)
+            )
+            if here[output.home] and (alone or output.forward == forward)
+        ]
+
+    def phase(
+        self,
+        piece: Piece,
+        sends: Sequence[Value],
+        makes: Sequence[tuple[int, Value]],
+        rows: Any,
+        bucket_bytes: int,
+    ) -> Phase:
+        """A piece as a block of its own."""
+        outputs = {v.number: v for v in (*sends, *(v for _, v in makes), *piece.left)}
+        block = Block(
+            self.instr.body.mesh, list(piece.ins), list(outputs.values()), _own(piece.instrs)
+        )
+        crossing = {v.number for v in (*piece.ins, *piece.left)}
+        block.rows = frozenset(crossing & set(rows))
+        bucket_collectives(block, bucket_bytes)
+        reuse_buffers(block)
+        return Phase(block, tuple(sends), tuple(makes))
+
+
+def _renamed(arg: Any, now: dict[int, Value]) -> Any:
+    if isinstance(arg, Value):
+        return now.get(arg.number, arg)
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(_renamed(item, now) for item in arg)
+    if isinstance(arg, dict):
+        return {key: _renamed(item, now) for key, item in arg.items()}
+    return arg
+
+
+def _own(instrs: Sequence[Instr]) -> list[Instr]:
+    """The instructions, with bodies of loops that no other block shares."""
+    return [replace(i, body=_copied(i.body)) if isinstance(i, LoopInstr) else i for i in instrs]
+
+
+def _copied(block: Block) -> Block:
+    return replace(block, instrs=_own(block.instrs))
+
+
+def _defined(block: Block) -> Iterator[Value]:
+    yield from block.inputs
+    for instr in block.instrs:
+        yield from (v for v in instr.outs if v is not None)

@@ -1,0 +1,73 @@
+"""What both runtimes share of a pipeline: one stage's work on its microbatches, and what it adds up.
+
+A microbatch leaves values from one phase to the next; they are dropped with their last reader. Sums
+are taken in the order of the microbatches, whatever order they arrive in, so that every schedule
+gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pfx.compiler.ir import Block, Stage
+
+Run = Callable[[list[Any]], list[Any]]
+Held = Any  # what a runtime holds of a value: its part, or a list of parts
+
+
+class StageRunner:
+    """One stage: called with the actions of a schedule, in their order."""
+
+    def __init__(self, stage: Stage, prepare: Callable[[Block], Run]) -> None:
+        self.stage = stage
+        self.runs = {kind: prepare(phase.block) for kind, phase in stage.phases.items()}
+        self.ins = {k: [v.number for v in p.block.inputs] for k, p in stage.phases.items()}
+        self.outs = {k: [v.number for v in p.block.outputs] for k, p in stage.phases.items()}
+        later = {"F": "BIW", "I": "W", "B": "", "W": ""}
+        self.kept = {
+            kind: {number for k in later[kind] for number in self.ins.get(k, ())}
+            for kind in self.runs
+        }
+        self.held: dict[int, dict[int, Held]] = {}
+
+    def receive(self, kind: str, microbatch: int, values: Sequence[Held]) -> None:
+        """Take what a neighbour has sent for an action of this kind."""
+        places = self.stage.receives["B" if kind == "I" else kind]
+        env = self.held.setdefault(microbatch, {})
+        env.update({v.number: held for v, held in zip(places, values, strict=True)})
+
+    def __call__(
+        self, kind: str, microbatch: int, operand: Callable[[int, int], Held]
+    ) -> tuple[list[Held], list[tuple[int, Held]]]:
+        """Run a phase on a microbatch; returns what to send on, and what to add up.
+
+        Args:
+            operand: gives the row, or the const, that an input with a number is, for a microbatch.
+        """
+        env = self.held.pop(microbatch, {})
+        inputs = [env[n] if n in env else operand(n, microbatch) for n in self.ins[kind]]
+        kept = {n: held for n, held in env.items() if n in self.kept[kind]}
+        env.clear()
+        outs = dict(zip(self.outs[kind], self.runs[kind](inputs), strict=True))
+        kept |= {n: held for n, held in outs.items() if n in self.kept[kind]}
+        if kept:
+            self.held[microbatch] = kept
+        phase = self.stage.phases[kind]
+        sends = [outs[v.number] for v in phase.sends]
+        return sends, [(i, outs[v.number]) for i, v in phase.makes]
+
+
+class InOrder:
+    """A sum over microbatches that adds them in order, and keeps those that come too early."""
+
+    def __init__(self, add: Callable[[Held | None, Held], Held]) -> None:
+        self.add, self.next, self.total = add, 0, None
+        self.early: dict[int, Held] = {}
+
+    def put(self, microbatch: int, value: Held) -> None:
+        """Add the value of a microbatch, now or once those before it have been."""
+        self.early[microbatch] = value
+        while self.next in self.early:
+            self.total = self.add(self.total, self.early.pop(self.next))
+            self.next += 1

@@ -1,0 +1,152 @@
+"""Play a pipeline in one process: all stages' actions, in an order that the schedule allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from pfx.compiler.ir import Block, PipelineInstr, Stage, Value
+from pfx.compiler.pipeline.primitive import EACH, FIRST, Output
+from pfx.mesh import Mesh
+from pfx.runtime.pipeline import InOrder, StageRunner
+from pfx.schedules.order import play
+
+Parts = list[torch.Tensor]
+
+
+class SimulatedPipeline:
+    """An executable pipeline, called with the parts of every operand.
+
+    Args:
+        prepare: makes the block of a phase callable on parts.
+        varying: the axes along which the parts of a value are listed.
+        seed: shuffles the order of what may run in any order; None: device by device.
+    """
+
+    def __init__(
+        self,
+        instr: PipelineInstr,
+        prepare: Callable[[Block], Callable[[list[Any]], list[Any]]],
+        varying: Callable[[Value], tuple[str, ...]],
+        seed: int | None,
+    ) -> None:
+        assert instr.schedule is not None
+        self.instr, self.made, self.varying = instr, instr.made, varying
+        self.mesh: Mesh = instr.body.mesh
+        self.actions = [action for _, action in play(instr.schedule.computations(), seed=seed)]
+        self.runners = [StageRunner(stage, prepare) for stage in instr.stages]
+        self.operands = [self.operands_of(stage) for stage in instr.stages]
+
+    def __call__(self, ins: list[Parts]) -> list[Parts]:
+        """Play one step."""
+        sums = {
+            (i, s): InOrder(_adder(output))
+            for i, output in enumerate(self.made.outputs)
+            for s in range(len(self.runners))
+        }
+        gives = [self.gives(ins, s) for s in range(len(self.runners))]
+        for action in self.actions:
+            s, m = action.stage, action.microbatch
+            sends, makes = self.runners[s](action.kind, m, gives[s])
+            if sends:
+                to, kind = (s + 1, "F") if action.kind == "F" else (s - 1, "B")
+                self.runners[to].receive(kind, m, sends)
+            for i, parts in makes:
+                sums[i, s].put(m, parts)
+        return [self.output(i, sums) for i in range(len(self.made.outputs))]
+
+    def operands_of(self, stage: Stage) -> Mapping[int, tuple[int, list[int]]]:
+        """For each input of the body, the operand it is, and which of its parts a stage has."""
+        found = {}
+        for k, (inner, outer) in enumerate(
+            zip(self.instr.body.inputs, self.instr.ins, strict=True)
+        ):
+            places = self.mesh.coordinates(self.varying(inner))
+            found[inner.number] = k, [self.index(outer, p, stage.device) for p in places]
+        return found
+
+    def index(self, value: Value, place: Mapping[str, int], device: int) -> int:
+        """Which part of a value the stage's device at `place` has."""
+        return self.mesh.index({**place, self.made.axis: device}, self.varying(value))
+
+    def gives(self, ins: list[Parts], s: int) -> Callable[[int, int], Parts]:
+        """The operands of a stage: its rows of stacks, and the rows of a microbatch."""
+        stage, operands, num_xs = self.instr.stages[s], self.operands[s], self.made.num_xs
+        start, stop = stage.rows
+        stacks: dict[int, Parts] = {}
+
+        def give(number: int, microbatch: int) -> Parts:
+            k, picks = operands[number]
+            parts = [ins[k][i] for i in picks]
+            if k < num_xs:
+                return [part[microbatch] for part in parts]
+            if not self.made.stacks[k - num_xs]:
+                return parts
+            if number not in stacks:
+                stacks[number] = [part[start:stop] for part in parts]
+            return stacks[number]
+
+        return give
+
+    def output(self, i: int, sums: Mapping[tuple[int, int], InOrder]) -> Parts:
+        """The parts of an output, from what the stages have added up or stacked."""
+        output, value = self.made.outputs[i], self.instr.outs[i]
+        shape = value.local_shape(self.mesh)
+        totals = [sums[i, s].total for s in range(len(self.runners))]
+        some = next(total for total in totals if total is not None)[0]
+        zeros = (some if output.summed else some[0]).new_zeros((), dtype=value.dtype).expand(shape)
+        return [
+            self.part(i, output, place, totals, zeros)
+            for place in self.mesh.coordinates(self.varying(value))
+        ]
+
+    def part(
+        self,
+        i: int,
+        output: Output,
+        place: Mapping[str, int],
+        totals: Sequence[Any],
+        zeros: torch.Tensor,
+    ) -> torch.Tensor:
+        """One device's part of an output; zeros where it makes none."""
+        device = place[self.made.axis]
+        home = 0 if output.home == FIRST else len(self.runners) - 1
+        stages = range(len(self.runners)) if output.home == EACH else (home,)
+        mine = [
+            totals[s][self.mesh.index(place, self.varying(self.inner(i, s)))]
+            for s in stages
+            if self.instr.stages[s].device == device and totals[s] is not None
+        ]
+        if not mine:
+            return zeros
+        if not output.summed:
+            return torch.stack(mine[0])
+        if output.home != EACH:
+            return mine[0]
+        rows = sum(len(part) for part in mine)
+        if rows < len(zeros):
+            mine.append(zeros[rows:])
+        return mine[0] if len(mine) == 1 else torch.cat(mine)
+
+    def inner(self, i: int, s: int) -> Value:
+        """The value that is an output on a stage."""
+        phases = self.instr.stages[s].phases.values()
+        return next(v for phase in phases for k, v in phase.makes if k == i)
+
+
+def _adder(output: Output) -> Callable[[Any, Parts], Any]:
+    def add(total: Any, parts: Parts) -> Any:
+        if not output.summed:
+            total = total or [[] for _ in parts]
+            for rows, part in zip(total, parts, strict=True):
+                rows.append(part)
+            return total
+        if total is None:
+            return [part.to(output.dtype, copy=True) for part in parts]
+        for whole, part in zip(total, parts, strict=True):
+            whole.add_(part)
+        return total
+
+    return add

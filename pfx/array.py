@@ -30,11 +30,12 @@ class ShapeDtype:
 class Shard:
     """One part of an array: which devices hold it, where it lies, and its data.
 
-    Along an unreduced axis the data are addends of what lies there.
+    Along an unreduced axis the data are addends of what lies there. The index of a dim that an axis
+    deals is a tuple of row numbers, in the order of the data, which may have padding after them.
     """
 
     coordinate: Mapping[str, int]
-    index: tuple[slice, ...]
+    index: tuple[slice | tuple[int, ...], ...]
     data: torch.Tensor
 
 
@@ -65,7 +66,7 @@ class Array:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """The parts held by this process, with their coordinates and global index slices."""
+        """The parts held by this process, with their coordinates and global index."""
         if self.coordinate is not None:
             places: list[Mapping[str, int]] = [self.coordinate]
         else:
@@ -156,10 +157,21 @@ def assemble(
     """Put the distinct parts of a value (row-major over its axes) together again, adding addends."""
     if len(parts) == 1:
         return parts[0].clone()  # the array's own memory may be donated, and overwritten, later
-    out = torch.empty(shape, dtype=dtype, device=parts[0].device)
+    dealt = [mesh.dealt(axes, n) for n, axes in zip(shape, layout.dims, strict=True)]
+    full = [  # of a dealt dim, all parts one after the other, with their padding
+        n if axis is None else mesh.count(axes) * mesh.extent(axes, n)
+        for n, axes, axis in zip(shape, layout.dims, dealt, strict=True)
+    ]
+    out = torch.empty(full, dtype=dtype, device=parts[0].device)
     for place, part in zip(distinct_coordinates(layout, mesh), parts, strict=True):
         assert part.shape == local_shape(shape, layout, mesh)
-        here = out[local_slices(shape, layout, mesh, place)]
+        here = out
+        for dim, axes in enumerate(layout.dims):
+            here = here.narrow(dim, mesh.index(place, axes) * part.shape[dim], part.shape[dim])
         first = all(place[axis] == 0 for axis in layout.partial)
         here.copy_(part) if first else here.add_(part)
+    for dim, axis in enumerate(dealt):
+        if axis is not None:
+            rows = torch.tensor(mesh.positions(axis, shape[dim]), device=out.device)
+            out = out.index_select(dim, rows.long())
     return out

@@ -271,8 +271,9 @@ def layout_of(spec: Any, shape: Sequence[int], mesh: Mesh, where: str = "") -> L
     entries += [()] * (len(shape) - len(entries))
     _check_axes(spec, entries, mesh, where)
     for dim, (size, axes) in enumerate(zip(shape, entries, strict=True)):
-        if size % mesh.count(axes):
-            raise ShardingError(_indivisible(spec, dim, size, axes, mesh, where))
+        if not mesh.splits(axes, size):
+            problem = _indivisible if size % mesh.count(axes) else _ill_dealt
+            raise ShardingError(problem(spec, dim, size, axes, mesh, where))
     return Layout(tuple(entries), mesh.ordered(spec.unreduced))
 
 
@@ -324,9 +325,25 @@ def _indivisible(spec: P, dim: int, size: int, axes: Axes, mesh: Mesh, where: st
     )
 
 
+def _ill_dealt(spec: P, dim: int, size: int, axes: Axes, mesh: Mesh, where: str) -> str:
+    rows = {axis: mesh.rows(axis, size) for axis in axes if axis in dict(mesh.deals)}
+    return message(
+        where,
+        "cannot be split.",
+        f"{spec} puts dim {dim} (size {size}) on {' and '.join(map(repr, axes))}.",
+        *(f"{axis!r} deals its rows as {held}, not in equal blocks in order" for axis, held in rows.items()),
+        f"mesh: {mesh}",
+        fix=f"leave {next(iter(rows), axes[0])!r} alone on this dim, or drop it from this spec.",
+    )
+
+
 def local_shape(shape: Sequence[int], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of one device's part."""
-    return tuple(n // mesh.count(axes) for n, axes in zip(shape, layout.dims, strict=True))
+    """The shape of one device's part.
+
+    Of a dim that an axis deals (`pfx.mesh.Deal`) every device has as many rows as the one with most:
+    those with fewer have padding after them.
+    """
+    return tuple(mesh.extent(axes, n) for n, axes in zip(shape, layout.dims, strict=True))
 
 
 def local_bytes(shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh: Mesh) -> int:
@@ -336,17 +353,23 @@ def local_bytes(shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh: 
 
 def local_slices(
     shape: Sequence[int], layout: Layout, mesh: Mesh, coordinate: Coordinate
-) -> tuple[slice, ...]:
+) -> tuple[slice | tuple[int, ...], ...]:
     """The part of the global index space that the device at `coordinate` holds.
+
+    A slice for each dim, or the rows in order of a dim that an axis deals; padding is not part of it.
 
     >>> from pfx.mesh import make_mesh
     >>> mesh = make_mesh(x=2, y=2)
     >>> local_slices((8, 3), Layout((("x", "y"), ())), mesh, {"x": 1, "y": 0})
     (slice(4, 6, None), slice(0, 3, None))
     """
-    parts = []
+    parts: list[slice | tuple[int, ...]] = []
     for n, axes in zip(shape, layout.dims, strict=True):
-        size = n // mesh.count(axes)
+        axis = mesh.dealt(axes, n)
+        if axis is not None:
+            parts.append(mesh.rows(axis, n)[coordinate[axis]])
+            continue
+        size = mesh.extent(axes, n)
         start = mesh.index(coordinate, axes) * size
         parts.append(slice(start, start + size))
     return tuple(parts)
@@ -357,11 +380,30 @@ def part_of(
 ) -> torch.Tensor:
     """The part of a global tensor for the device at `coordinate`; a view, or the zeros of a sum.
 
-    Of a partial sum the first device along its axes has the value.
+    Of a partial sum the first device along its axes has the value. Of a dealt dim it is a copy, with
+    zeros for padding.
     """
-    part = tensor[local_slices(tensor.shape, layout, mesh, coordinate)]
+    part, full = tensor, local_shape(tensor.shape, layout, mesh)
+    for dim, held in enumerate(local_slices(tensor.shape, layout, mesh, coordinate)):
+        if isinstance(held, slice):
+            part = part.narrow(dim, held.start, held.stop - held.start)
+        else:
+            part = take_rows(part, dim, held, full[dim])
     first = all(coordinate[axis] == 0 for axis in layout.partial)
     return part if first else torch.zeros_like(part)
+
+
+def take_rows(x: torch.Tensor, dim: int, rows: Sequence[int], extent: int) -> torch.Tensor:
+    """Some rows of a tensor, and zeros after them up to `extent` rows.
+
+    >>> take_rows(torch.tensor([1, 2, 3]), 0, (2, 0), 3)
+    tensor([3, 1, 0])
+    """
+    shape = (*x.shape[:dim], extent, *x.shape[dim + 1 :])
+    out = x.new_empty(shape) if len(rows) == extent else x.new_zeros(shape)
+    index = torch.tensor(rows, dtype=torch.long, device=x.device)
+    out.narrow(dim, 0, len(rows)).copy_(x.index_select(dim, index))
+    return out
 
 
 def distinct_coordinates(layout: Layout, mesh: Mesh) -> Iterator[dict[str, int]]:

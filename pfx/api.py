@@ -35,6 +35,7 @@ from pfx.mesh import Mesh
 from pfx.meta import TensorMeta
 from pfx.runtime import runtime_of
 from pfx.runtime.resharding import resharded
+from pfx.schedules import Schedule
 from pfx.spec import Layout, layout_of, replicated, spec_leaves
 
 
@@ -273,6 +274,7 @@ class Jitted:
                 program,
                 check=self.options.get("check", False),
                 deterministic=self.options.get("deterministic", False),
+                seed=self.options.get("seed"),
             )
         shared = tuple(shared_outputs(program))
         return _Compiled(lowered, run, tuple(layouts), out_defs[0], tuple(donated), shared)
@@ -286,7 +288,8 @@ class Jitted:
         donated: list[bool],
         arg_names: list[str],
     ) -> Lowered:
-        options = {k: self.options[k] for k in ("names", "rules") if k in self.options}
+        given = ("names", "rules", "schedule")
+        options = {k: self.options[k] for k in given if k in self.options}
         try:
             return lower(
                 flat,
@@ -329,6 +332,8 @@ def jit(
     deterministic: bool = False,
     names: Mapping[str, Any] | None = None,
     rules: Mapping[Any, str] | None = None,
+    schedule: str | Schedule | None = None,
+    seed: int | None = None,
 ) -> Jitted:
     """Compile a function written for one device into a program for every device of a mesh.
 
@@ -348,6 +353,10 @@ def jit(
         deterministic: process mesh: add in the simulated mesh's order, bit for bit.
         names: logical dim names to mesh axes, for ``constrain(x, "batch seq embed")``.
         rules: sharding rules for your own ops, ``{torch.ops.my.op: "b m, m n -> b n"}``.
+        schedule: what each device of a pipeline does when: a name in `pfx.schedules.build` or a
+            `pfx.schedules.Schedule`. None: "1f1b", interleaved where a device has several stages.
+        seed: simulated mesh: draws the order of what a pipeline may run in any order; the result
+            is the same, bit for bit.
 
     Returns:
         A callable: torch tensors or Arrays in, Arrays out; its ``lower(*args)`` gives the `Program`.
@@ -366,7 +375,7 @@ def jit(
     """
     check_jit(fn, mesh, donate)
     options = {"strict": strict, "check": check, "deterministic": deterministic,
-               "names": names, "rules": rules}  # fmt: skip
+               "names": names, "rules": rules, "schedule": schedule, "seed": seed}  # fmt: skip
     return Jitted(fn, mesh, in_specs, out_specs, donate, options)
 
 

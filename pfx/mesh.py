@@ -94,7 +94,12 @@ class Mesh:
         object.__setattr__(self, "shape", MappingProxyType(dict(self.axes)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Mesh, (self.axes, self.kind, self.device, self.deals)  # a view of a dict cannot be copied
+        return Mesh, (
+            self.axes,
+            self.kind,
+            self.device,
+            self.deals,
+        )  # a view of a dict cannot be copied
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -159,7 +164,9 @@ class Mesh:
             count = self.shape[axis]
             if size % count:
                 return False
-            if self.deals and self.rows(axis, size) != _rows(Deal(tuple(range(count))), size, count):
+            if self.deals and self.rows(axis, size) != _rows(
+                Deal(tuple(range(count))), size, count
+            ):
                 return False
             size //= count
         return True

@@ -15,11 +15,14 @@ from typing import Any
 from pfx import tree
 from pfx.compiler.names import spec_of_names
 from pfx.errors import ShardingError, TreeError, message
-from pfx.mesh import Mesh, make_mesh
+from pfx.mesh import Deal, Mesh, make_mesh
+from pfx.schedules import Schedule, build
+from pfx.schedules.build import virtual_stages
 from pfx.spec import Axes, P
 
 DATA = "dp"
 TENSOR = "tp"
+PIPELINE = "pp"
 STACK = "layers"  # the dim a scan runs over is never split by ZeRO
 
 
@@ -35,6 +38,11 @@ class Plan:
             2022, arXiv:2205.05198): norms, dropout and residuals are not repeated.
         zero: 0, or the ZeRO stage: optimizer state (1), gradients (2), parameters (3) over "dp".
         microbatches: the batch is cut into so many, their gradients added, the sum divided once.
+        pp: pipeline stages; the stacked layers are split over them, and the scan over layers becomes
+            a pipeline (Huang et al. 2019, arXiv:1811.06965).
+        schedule: of the pipeline: a name in `pfx.schedules.build`, or a `pfx.schedules.Schedule`.
+        virtual: stages on each device; None: as many as the schedule has, 1 where any will do.
+        stage_layers: the layers of each stage, in order; None: as equal as possible.
         names: logical dim names to mesh axes, added to or replacing the usual ones.
         axes: more mesh axes by name and size, for `names` to use.
 
@@ -48,11 +56,15 @@ class Plan:
     sequence_parallel: bool = False
     zero: int = 0
     microbatches: int = 1
+    pp: int = 1
+    schedule: str | Schedule = "1f1b"
+    virtual: int | None = None
+    stage_layers: tuple[int, ...] | None = None
     names: Mapping[str, Any] = field(default_factory=dict)
     axes: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "microbatches"):
+        for name in ("dp", "tp", "microbatches", "pp"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ShardingError(
@@ -63,12 +75,39 @@ class Plan:
                 message(f"Plan: zero={self.zero!r}", "is no ZeRO stage.", fix="0, 1, 2 or 3")
             )
         self._check_axes()
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        """Build the schedule, so that what cannot be is an error of the plan."""
+        pipeline = self.pipeline
+        if isinstance(self.schedule, Schedule) and (
+            pipeline.num_devices != self.pp or pipeline.microbatches != self.microbatches
+        ):
+            raise ShardingError(
+                message(
+                    f"Plan: schedule {pipeline.name!r}",
+                    "is for another pipeline.",
+                    f"schedule: {pipeline.num_devices} devices, {pipeline.microbatches} microbatches",
+                    f"plan: pp={self.pp}, microbatches={self.microbatches}",
+                    fix=f"Plan(pp={pipeline.num_devices}, microbatches={pipeline.microbatches})",
+                )
+            )
+        if self.stage_layers is not None and (
+            len(self.stage_layers) != pipeline.stages or min(self.stage_layers) < 0
+        ):
+            raise ShardingError(
+                message(
+                    f"Plan: stage_layers={self.stage_layers}",
+                    f"does not say how many layers each of {pipeline.stages} stages has.",
+                    fix="one number for each stage, of at least 0, whose sum is the model's layers",
+                )
+            )
 
     def _check_axes(self) -> None:
         """Refuse what would silently split nothing: a name that mentions no axis of the plan."""
-        known = (DATA, TENSOR, *self.axes)
+        known = (PIPELINE, DATA, TENSOR, *self.axes)
         for name in self.axes:
-            if name in (DATA, TENSOR):
+            if name in (PIPELINE, DATA, TENSOR):
                 what, fix = "is an axis of every plan.", f"Plan({name}={self.axes[name]})"
                 raise ShardingError(message(f"Plan: axes[{name!r}]", what, fix=fix))
         for name, wanted in self.names.items():
@@ -81,8 +120,20 @@ class Plan:
                     raise ShardingError(message(where, what, listed, fix=fix))
 
     def mesh(self, kind: str | None = None, device: str = "cpu") -> Mesh:
-        """The plan's own mesh: dp, tp, then any further axes."""
-        return make_mesh(kind=kind, device=device, dp=self.dp, tp=self.tp, **self.axes)
+        """The plan's own mesh: pp where there is a pipeline, dp, tp, then any further axes."""
+        pipeline = {PIPELINE: self.pp} if self.pp > 1 else {}
+        axes = {**pipeline, DATA: self.dp, TENSOR: self.tp, **self.axes}
+        deals = {PIPELINE: Deal(self.pipeline.place, self.stage_layers or ())} if pipeline else None
+        return make_mesh(kind=kind, device=device, deals=deals, **axes)
+
+    @property
+    def pipeline(self) -> Schedule:
+        """The schedule of the pipeline: what each of the `pp` devices does with each microbatch."""
+        if isinstance(self.schedule, Schedule):
+            return self.schedule
+        virtual = self.virtual or virtual_stages(self.schedule)
+        sizes = {"stages": self.pp, "microbatches": self.microbatches, "virtual": virtual}
+        return build(self.schedule, **sizes)
 
     @property
     def logical_names(self) -> dict[str, Any]:
@@ -90,7 +141,8 @@ class Plan:
         usual: dict[str, Any] = {
             "batch": DATA, "heads": TENSOR, "kv_heads": TENSOR, "mlp": TENSOR, "vocab": TENSOR,
             "seq": TENSOR if self.sequence_parallel else None,
-            **dict.fromkeys(("tokens", "embed", "head_dim", "qkv", "positions", STACK)),
+            STACK: PIPELINE if self.pp > 1 else None,
+            **dict.fromkeys(("tokens", "embed", "head_dim", "qkv", "positions")),
         }  # fmt: skip
         return {**usual, **self.names}
 

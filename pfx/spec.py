@@ -331,7 +331,10 @@ def _ill_dealt(spec: P, dim: int, size: int, axes: Axes, mesh: Mesh, where: str)
         where,
         "cannot be split.",
         f"{spec} puts dim {dim} (size {size}) on {' and '.join(map(repr, axes))}.",
-        *(f"{axis!r} deals its rows as {held}, not in equal blocks in order" for axis, held in rows.items()),
+        *(
+            f"{axis!r} deals its rows as {held}, not in equal blocks in order"
+            for axis, held in rows.items()
+        ),
         f"mesh: {mesh}",
         fix=f"leave {next(iter(rows), axes[0])!r} alone on this dim, or drop it from this spec.",
     )

@@ -49,6 +49,7 @@ def make_train_step(
     donate: bool = True,
     check: bool = False,
     deterministic: bool = False,
+    seed: int | None = None,
 ) -> TrainStep:
     """Compile a training step for a plan.
 
@@ -63,7 +64,7 @@ def make_train_step(
         axes: a tree like the parameters whose leaves name their dims, "layers embed mlp".
         mesh: the devices; None makes the plan's own (processes under torchrun, simulated elsewhere).
         donate: let a step reuse the memory of the state it is given.
-        check, deterministic: as in `pfx.jit`.
+        check, deterministic, seed: as in `pfx.jit`.
 
     Returns:
         A `TrainStep` with ``init(key) -> state`` and ``step(state, batch) -> (state, metrics)``;
@@ -75,7 +76,7 @@ def make_train_step(
         planned = f"plan: {plan.mesh(kind='abstract')}"
         fix = "mesh=plan.mesh(kind=..., device=...), or other sizes in the plan"
         raise ShardingError(message(f"make_train_step: mesh {mesh}", what, planned, fix=fix))
-    return TrainStep(loss_fn, optimizer, plan, init, axes, mesh, donate, check, deterministic)
+    return TrainStep(loss_fn, optimizer, plan, init, axes, mesh, donate, check, deterministic, seed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +92,7 @@ class TrainStep:
     donate: bool
     check: bool
     deterministic: bool
+    seed: int | None = None
 
     @cached_property
     def shapes(self) -> TrainState:
@@ -185,6 +187,8 @@ class TrainStep:
                 names=self.plan.logical_names,
                 check=self.check,
                 deterministic=self.deterministic,
+                schedule=self.plan.pipeline,
+                seed=self.seed,
             )
         return self._jitted[key]
 
@@ -232,7 +236,7 @@ class TrainStep:
 
     def _accumulate(self, params: Any, batch: Any, key: torch.Tensor) -> tuple[Any, ...]:
         """Gradients, loss sum, weight and metrics, summed over the microbatches."""
-        if self.plan.microbatches == 1:
+        if self.plan.microbatches == 1 and self.plan.pp == 1:
             return self._gradients(params, batch, random.fold_in(key, 0))
         count = self.plan.microbatches
         cut = tree.map(lambda leaf: _interleave(leaf, count), batch)
@@ -269,7 +273,10 @@ class TrainStep:
     def on_one_device(self) -> TrainStep:
         """The same step on a mesh of one device: the oracle of every plan."""
         axes = dict.fromkeys(self.plan.axes, 1)  # still there, for the plan's names to mention
-        alone = replace(self.plan, dp=1, tp=1, zero=0, sequence_parallel=False, axes=axes)
+        alone = replace(
+            self.plan, dp=1, tp=1, pp=1, zero=0, sequence_parallel=False, axes=axes,
+            schedule="1f1b", virtual=None, stage_layers=None,
+        )  # fmt: skip
         return replace(self, plan=alone, mesh=alone.mesh(kind="simulated", device=self.mesh.device))
 
 

@@ -47,7 +47,7 @@ def lower(
     rules: Mapping[Any, str] | None = None,
     donated: Sequence[bool] = (),
     bucket_bytes: int = 32 << 20,
-    schedule: str | Schedule = "1f1b",
+    schedule: str | Schedule | None = None,
     where: str = "",
     arg_names: Sequence[str] = (),
 ) -> Lowered:
@@ -61,7 +61,7 @@ def lower(
         rules: einops patterns of users' ops.
         donated: which arguments the program may overwrite.
         bucket_bytes: collectives of one kind are joined up to this many bytes.
-        schedule: of pipelines: a name in `pfx.schedules.build`, or a schedule.
+        schedule: of pipelines: a name in `pfx.schedules.build`, a schedule, or None for the usual.
         where: what errors call the function.
         arg_names: what errors call its arguments.
     """
@@ -97,7 +97,7 @@ def lower(
     program.report = list(context.report)
     bucket_collectives(program, bucket_bytes)
     number_in_order(program)
-    lay_out_pipelines(program, schedule, bucket_bytes)
+    lay_out_pipelines(program, schedule, bucket_bytes, where)
     program.donated = frozenset(
         value.number for value, given in zip(program.inputs, donated, strict=False) if given
     )

@@ -23,7 +23,7 @@ class Runtime(Protocol):
     coordinate: Mapping[str, int] | None
 
     def prepare(
-        self, program: Program, *, check: bool, deterministic: bool
+        self, program: Program, *, check: bool, deterministic: bool, seed: int | None
     ) -> Callable[[list[Any]], list[Any]]:
         """Make a program callable on the parts of its inputs."""
         ...
@@ -48,12 +48,17 @@ class SimulatedRuntime:
         self.mesh = mesh
 
     def prepare(
-        self, program: Program, *, check: bool = False, deterministic: bool = False
+        self,
+        program: Program,
+        *,
+        check: bool = False,
+        deterministic: bool = False,
+        seed: int | None = None,
     ) -> Callable[[list[Any]], list[Any]]:
         """Make a program callable; the order of sums is always fixed here."""
         if not check:
-            return Simulated(program)
-        return _checked(program)
+            return Simulated(program, seed=seed)
+        return _checked(program, seed)
 
     def split(self, tensor: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
         """The distinct parts, as tensors of their own."""
@@ -70,9 +75,9 @@ class SimulatedRuntime:
         return assemble(tuple(shape), dtype, layout, self.mesh, tuple(parts))
 
 
-def _checked(program: Program) -> Callable[[list[Any]], list[Any]]:
+def _checked(program: Program, seed: int | None) -> Callable[[list[Any]], list[Any]]:
     """Run every device's copy, assert equal copies, and return the distinct ones."""
-    run = Simulated(program, check=True)
+    run = Simulated(program, check=True, seed=seed)
 
     def checked(inputs: list[Any]) -> list[Any]:
         copies = [

@@ -47,7 +47,12 @@ class ProcessRuntime:
         self.coordinate: Mapping[str, int] | None = self.ranks.coordinate(mesh)
 
     def prepare(
-        self, program: Program, *, check: bool = False, deterministic: bool = False
+        self,
+        program: Program,
+        *,
+        check: bool = False,
+        deterministic: bool = False,
+        seed: int | None = None,
     ) -> Callable[[list[Any]], list[Any]]:
         """Make a program callable on lists of one part each.
 

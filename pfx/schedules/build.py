@@ -87,6 +87,15 @@ def build(name: str, *, stages: int, microbatches: int, virtual: int = 1) -> Sch
     )
 
 
+def virtual_stages(name: str) -> int:
+    """Return the stages per device that a schedule has; 1 where it takes any number.
+
+    >>> virtual_stages("zb-v"), virtual_stages("interleaved")
+    (2, 1)
+    """
+    return _family(f"schedules.build({name!r})", name).virtual or 1
+
+
 def _family(where: str, name: str) -> Family:
     if name in FAMILIES:
         return FAMILIES[name]

@@ -1,1 +1,1 @@
-"""A scan over layers whose leading dim is split over a mesh axis, inside a scan over microbatches: a pipeline."""
+"""Pipelines in a graph: how they are recognized, and where their values are."""

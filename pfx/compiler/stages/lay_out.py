@@ -29,7 +29,7 @@ from pfx.compiler.passes import bucket_collectives
 from pfx.compiler.pipeline.primitive import EACH, FIRST, LAST
 from pfx.compiler.reuse import reuse_buffers
 from pfx.compiler.stages.cut import Piece, cut, split_loop
-from pfx.mesh import Mesh
+from pfx.mesh import Deal, Mesh
 from pfx.schedules.action import Schedule
 
 aten = torch.ops.aten
@@ -67,10 +67,11 @@ def lay_out(instr: PipelineInstr, schedule: Schedule, bucket_bytes: int) -> Pipe
 
 def layers_of(axis: str, layers: int, mesh: Mesh, schedule: Schedule) -> Iterator[Layers]:
     """The layers of each stage; a device's own part of a stack has those of its stages in order."""
-    size = layers // mesh.shape[axis]
+    deal = dict(mesh.deals).get(axis) or Deal(schedule.place)
     held = [0] * mesh.shape[axis]
-    for stage, device in enumerate(schedule.place):
-        start, stop = stage * size, (stage + 1) * size
+    for stage, (device, (start, stop)) in enumerate(
+        zip(schedule.place, deal.blocks(layers), strict=True)
+    ):
         rows = held[device], held[device] + stop - start
         held[device] = rows[1]
         yield Layers(device, start, stop, rows, stage == 0, stage == schedule.stages - 1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pfx.spec import Axes
 
@@ -25,6 +26,7 @@ class Collective:
     source: str
     reason: str
     bucket: int = 0  # collectives of one bucket travel as one message
+    device: int | None = None  # of a pipeline: the only device along its axis that runs this
 
     def __str__(self) -> str:
         times = f" x{self.count}" if self.count > 1 else ""
@@ -36,34 +38,44 @@ class Collective:
 
 @dataclass
 class _Row:
-    """Collectives of one kind for one reason."""
+    """Collectives of one kind for one reason: what all devices run, and what each runs alone."""
 
-    tensors: int = 0
-    calls: int = 0
-    bytes: int = 0
+    tensors: Counter[int | None] = field(default_factory=Counter)
+    calls: Counter[int | None] = field(default_factory=Counter)
+    bytes: Counter[int | None] = field(default_factory=Counter)
+
+
+def _busiest(counts: Counter[int | None]) -> int:
+    """The count of the device that has most."""
+    return counts[None] + max((n for device, n in counts.items() if device is not None), default=0)
 
 
 def bill_of(collectives: Sequence[Collective]) -> str:
     """Sum up collectives by op, axes, reason and line, the heaviest first, with a total per axis.
 
-    `calls` counts messages: collectives that share a bucket in one iteration are one call.
+    `calls` counts messages: collectives that share a bucket in one iteration are one call. Where the
+    stages of a pipeline differ, each number is that of the device for which it is largest.
     """
     rows: dict[tuple[str, ...], _Row] = {}
-    totals: dict[str, int] = {}
+    totals: dict[str, Counter[int | None]] = {}
     counted: set[tuple[tuple[str, ...], int]] = set()
     for item in collectives:
         axes = ",".join(item.axes)
         key = (item.op, axes, item.reason, item.source)
         row = rows.setdefault(key, _Row())
-        row.tensors += 1
-        row.bytes += item.bytes * item.count
+        row.tensors[item.device] += 1
+        row.bytes[item.device] += item.bytes * item.count
         if (key, item.bucket) not in counted:
             counted.add((key, item.bucket))
-            row.calls += item.count
-        totals[axes] = totals.get(axes, 0) + item.bytes * item.count
+            row.calls[item.device] += item.count
+        totals.setdefault(axes, Counter())[item.device] += item.bytes * item.count
     lines = [f"{'op':<15}{'axes':<8}{'tensors':>8}{'calls':>7}{'bytes a step':>16}  why"]
-    for (op, axes, reason, source), row in sorted(rows.items(), key=lambda kv: -kv[1].bytes):
+    for (op, axes, reason, source), row in sorted(
+        rows.items(), key=lambda kv: -_busiest(kv[1].bytes)
+    ):
         why = f"{reason}  {source}".rstrip()
-        lines.append(f"{op:<15}{axes:<8}{row.tensors:>8}{row.calls:>7}{row.bytes:>16,}  {why}")
-    lines += [f"{'total':<15}{axes:<8}{'':>15}{size:>16,}" for axes, size in totals.items()]
+        tensors, calls, size = map(_busiest, (row.tensors, row.calls, row.bytes))
+        lines.append(f"{op:<15}{axes:<8}{tensors:>8}{calls:>7}{size:>16,}  {why}")
+    for axes, sizes in totals.items():
+        lines.append(f"{'total':<15}{axes:<8}{'':>15}{_busiest(sizes):>16,}")
     return "\n".join(lines)

@@ -6,12 +6,14 @@ Nothing here runs; see `pfx.runtime`.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from pfx._torch import OpOverload
 from pfx.compiler.bill import Collective, bill_of
-from pfx.compiler.ir import Block, Instr, LoopInstr, Reshard
+from pfx.compiler.ir import Block, Instr, LoopInstr, PipelineInstr, Reshard, Stage
 from pfx.compiler.memory import Memory, memory_of
 from pfx.compiler.reshard import Move
 from pfx.spec import dtype_name
@@ -49,6 +51,10 @@ def _collectives(program: Block, times: int, buckets: Iterator[int]) -> Iterator
     for instr in program.instrs:
         if isinstance(instr, LoopInstr):
             yield from _collectives(instr.body, times * instr.length, buckets)
+        elif isinstance(instr, PipelineInstr):
+            for number, stage in enumerate(instr.stages):
+                found = _of_stage(instr, number, stage, times, buckets)
+                yield from (replace(one, device=stage.device) for one in found)
         elif isinstance(instr, Reshard) and instr.communicates:
             bucket = next(buckets)
             whys = instr.reasons or ((instr.source, instr.reason),)
@@ -65,6 +71,27 @@ def _collectives(program: Block, times: int, buckets: Iterator[int]) -> Iterator
                     reason,
                     bucket,
                 )
+
+
+def _of_stage(
+    instr: PipelineInstr, number: int, stage: Stage, times: int, buckets: Iterator[int]
+) -> Iterator[Collective]:
+    """What one stage sends in a step, for all its microbatches."""
+    assert instr.schedule is not None
+    place, mesh = instr.schedule.place, instr.body.mesh
+    counts = Counter(a.kind for _, a in instr.schedule.actions() if a.stage == number)
+    for kind, phase in stage.phases.items():
+        yield from _collectives(phase.block, times * counts[kind], buckets)
+        to = number + 1 if kind == "F" else number - 1
+        if not phase.sends or place[to] == stage.device:
+            continue
+        what = "activations for the next stage" if kind == "F" else "gradients for the stage before"
+        bucket = next(buckets)
+        for value in phase.sends:
+            size, shape = value.local_bytes(mesh), value.local_shape(mesh)
+            dtype, count = dtype_name(value.dtype), times * counts[kind]
+            axes = (instr.made.axis,)
+            yield Collective("send", axes, dtype, size, count, shape, instr.source, what, bucket)
 
 
 def target_name(target: Any) -> str:
@@ -92,6 +119,9 @@ def _instr_lines(instr: Instr, indent: str) -> Iterator[str]:
         yield f"{indent}{outs} = {way}loop {instr.length} times ({ins}):{note}"
         yield from _lines(instr.body, indent + "    ")
         return
+    if isinstance(instr, PipelineInstr):
+        yield from _pipeline_lines(instr, indent, note)
+        return
     outs = ", ".join(f"{v}: {v.type}" if v is not None else "_" for v in instr.outs)
     if isinstance(instr, Reshard):
         dim = f", dim {instr.move.dim}" if instr.move.dim >= 0 and len(instr.ins) == 1 else ""
@@ -108,6 +138,28 @@ def _instr_lines(instr: Instr, indent: str) -> Iterator[str]:
         f" at {','.join('.'.join(axes) or '0' for axes, _ in instr.offset)}" if instr.offset else ""
     )
     yield f"{indent}{outs} = {target_name(instr.target)}({args}){at}{note}"
+
+
+def _pipeline_lines(instr: PipelineInstr, indent: str, note: str) -> Iterator[str]:
+    made, schedule = instr.made, instr.schedule
+    outs = ", ".join(f"{v}: {v.type}" for v in instr.outs)
+    ins = ", ".join(map(str, instr.ins))
+    named = f"schedule {schedule.name}, " if schedule else ""
+    over = f"pipeline over {made.axis}, {named}{made.length} microbatches"
+    yield f"{indent}{outs} = {over} ({ins}):{note}"
+    seen: dict[int, int] = {}
+    for number, stage in enumerate(instr.stages):
+        layers = f"layers {stage.start}:{stage.stop}"
+        same = seen.setdefault(id(stage.phases), number)
+        how = "" if same == number else f", as stage {same}"
+        yield f"{indent}    stage {number} on {made.axis}={stage.device}, {layers}{how}"
+        for kind, phase in stage.phases.items() if same == number else ():
+            got = stage.receives.get("B" if kind == "I" else kind, ())
+            received = f" receives {', '.join(map(str, got))}" if got and kind != "W" else ""
+            sent = f" sends {', '.join(map(str, phase.sends))}" if phase.sends else ""
+            adds = "".join(f" {v} to {instr.outs[i]}" for i, v in phase.makes)
+            yield f"{indent}      {kind}{received}{sent}{' adds' + adds if adds else ''}:"
+            yield from _lines(phase.block, f"{indent}        ")
 
 
 def _among(move: Move) -> str:
@@ -136,8 +188,34 @@ def verify(program: Block) -> None:
                 shape = move.local_shape(before.local_shape(program.mesh), program.mesh)
                 assert before.dtype == after.dtype, f"changes the dtype: {instr}"
                 assert shape == after.local_shape(program.mesh), f"makes another shape: {instr}"
+        if isinstance(instr, PipelineInstr):
+            verify_stages(instr)
         if isinstance(instr, LoopInstr):
             assert len(instr.ins) == len(instr.body.inputs)
             assert len(instr.outs) == len(instr.body.outputs)
             verify(instr.body)
     assert all(v.number in known for v in program.outputs), "an output is never computed"
+
+
+def verify_stages(instr: PipelineInstr) -> None:
+    """Assert that a stage's phases read what is there, and that neighbours agree on what travels."""
+    verify(instr.body)
+    given = {value.number for value in instr.body.inputs}
+    for number, stage in enumerate(instr.stages):
+        for phase in stage.phases.values():
+            verify(phase.block)
+        came = {kind: {v.number for v in values} for kind, values in stage.receives.items()}
+        for kinds in ("F", "B"), ("F", "I", "W"):
+            known = set(given)
+            for kind in (k for k in kinds if k in stage.phases):
+                known |= came.get("B" if kind == "I" else kind, set())
+                block = stage.phases[kind].block
+                assert all(v.number in known for v in block.inputs), f"stage {number} {kind}"
+                known |= {v.number for v in block.outputs}
+        for kind, phase in stage.phases.items():
+            if phase.sends:
+                to = instr.stages[number + 1 if kind == "F" else number - 1]
+                wanted = [
+                    (v.shape, v.dtype, v.layout) for v in to.receives["F" if kind == "F" else "B"]
+                ]
+                assert [(v.shape, v.dtype, v.layout) for v in phase.sends] == wanted

@@ -8,7 +8,7 @@ number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,9 +57,11 @@ def lay_out(instr: PipelineInstr, schedule: Schedule, bucket_bytes: int) -> Pipe
     for layers in layers_of(instr.made.axis, instr.made.layers, instr.body.mesh, schedule):
         # Only keys and other stacks that are no parameters tell two inner stages apart.
         builder = _Builder(instr, layers)
-        key = (layers.first, layers.last, len(layers), layers.start if builder.selects else 0)
+        kinds = frozenset(a.kind for _, a in schedule.actions() if a.stage == len(stages))
+        start = layers.start if builder.selects else 0
+        key = (layers.first, layers.last, len(layers), start, kinds)
         if key not in shared:
-            shared[key] = builder.build(bucket_bytes)
+            shared[key] = builder.build(kinds, bucket_bytes)
         where = {k: getattr(layers, k) for k in ("device", "start", "stop", "rows")}
         stages.append(replace(shared[key], **where))
     return replace(instr, schedule=schedule, stages=tuple(stages))
@@ -177,33 +179,38 @@ class _Builder:
         self.loops.append(made)
         return made
 
-    def build(self, bucket_bytes: int) -> Stage:
-        """Cut the stage into its phases."""
+    def build(self, kinds: Collection[str], bucket_bytes: int) -> Stage:
+        """Cut the stage into the phases that its schedule runs."""
         forward, makes = self.made(forward=True), self.made(forward=False)
-        sends = {
-            "F": () if self.layers.last else self.loops[0].outs[: self.loops[0].num_carry],
+        sends: dict[str, Sequence[Value]] = {
+            kind: loop.outs[: loop.num_carry] for kind, loop in zip("FB", self.loops, strict=False)
         }
-        phases: dict[str, Phase] = {}
-        if len(self.loops) == 1:
-            (piece,) = cut(self.instrs, self.inputs, [[*sends["F"], *(v for _, v in forward)]])
-            return self.stage({"F": self.phase(piece, sends["F"], forward, {}, bucket_bytes)})
-        chain = self.loops[1].outs[: self.loops[1].num_carry]
-        sends["B"] = () if self.layers.first else chain
-        f_outs = [*sends["F"], *(v for _, v in forward)]
+        f_outs = [*(() if self.layers.last else sends["F"]), *(v for _, v in forward)]
+        cuts = {"F": [f_outs]}
         rest = [v for _, v in makes]
-        f, b = cut(self.instrs, self.inputs, [f_outs, [*sends["B"], *rest]])
-        split = self.split()
-        f2, i, w = cut(split, self.inputs, [f_outs, [*chain], rest])
-        left = {v.number: v for v in (*f.left, *f2.left)}
-        f = replace(f, left=tuple(left[number] for number in sorted(left)))
-        rows = streams_of(self.instrs, [*f_outs, *rest]) | streams_of(split, [*f_outs, *rest])
-        phases["F"] = self.phase(f, sends["F"], forward, rows, bucket_bytes)
-        phases["B"] = self.phase(b, sends["B"], makes, rows, bucket_bytes)
-        phases["I"] = self.phase(i, sends["B"], [], rows, bucket_bytes)
-        phases["W"] = self.phase(w, (), makes, rows, bucket_bytes)
-        return self.stage(phases)
-
-    def stage(self, phases: dict[str, Phase]) -> Stage:
+        instrs = {"F": self.instrs, "FB": self.instrs}
+        if len(self.loops) == 2:
+            cuts = {"FB": [f_outs, [*(() if self.layers.first else sends["B"]), *rest]]}
+            if kinds & {"I", "W"}:
+                cuts["FIW"], instrs["FIW"] = [f_outs, [*sends["B"]], rest], self.split()
+        pieces: dict[str, Piece] = {}
+        rows: set[int] = set()
+        for names, outputs in cuts.items():
+            found = dict(zip(names, cut(instrs[names], self.inputs, outputs), strict=True))
+            left = {v.number: v for v in (*found["F"].left, *getattr(pieces.get("F"), "left", ()))}
+            pieces |= found
+            pieces["F"] = replace(found["F"], left=tuple(left[n] for n in sorted(left)))
+            rows |= streams_of(instrs[names], [*f_outs, *rest])
+        made = {"F": forward, "B": makes, "I": [], "W": makes}
+        ends = {"F": self.layers.last, "B": self.layers.first, "I": self.layers.first, "W": True}
+        sends["I"] = sends.get("B", ())
+        phases = {
+            kind: self.phase(
+                piece, () if ends[kind] else sends[kind], made[kind], rows, bucket_bytes
+            )
+            for kind, piece in pieces.items()
+            if kind in kinds
+        }
         where = self.layers
         return Stage(where.device, where.start, where.stop, where.rows, phases, self.receives)
 

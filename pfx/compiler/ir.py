@@ -131,6 +131,12 @@ class Stage:
     phases: Mapping[str, Phase]
     receives: Mapping[str, tuple[Value, ...]]
 
+    def needed_after(self, kind: str) -> frozenset[int]:
+        """The values of a microbatch that a phase after the one of this kind reads."""
+        later = {"F": "BIW", "I": "W"}.get(kind, "")
+        phases = (self.phases[k] for k in later if k in self.phases)
+        return frozenset(v.number for phase in phases for v in phase.block.inputs)
+
 
 @dataclass(frozen=True, eq=False)
 class PipelineInstr:

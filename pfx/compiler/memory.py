@@ -10,7 +10,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pfx.compiler.ir import Block, Compute, Instr, LoopInstr, Reshard, Value, is_view, last_uses
+from pfx.compiler.ir import (
+    Block,
+    Compute,
+    Instr,
+    LoopInstr,
+    PipelineInstr,
+    Reshard,
+    Value,
+    is_view,
+    last_uses,
+)
 from pfx.mesh import Mesh
 
 
@@ -70,7 +80,15 @@ class _Heap:
 
 
 def memory_of(program: Block) -> Memory:
-    """Walk a program and return its memory per device."""
+    """Walk a program and return its memory per device, where stages differ that of the fullest."""
+    pipelines = [instr for instr in program.instrs if isinstance(instr, PipelineInstr)]
+    counts = [program.mesh.shape[instr.made.axis] for instr in pipelines]
+    found = [_on_device(program, device) for device in range(max(counts, default=1))]
+    return max(found, key=lambda memory: memory.peak)
+
+
+def _on_device(program: Block, device: int) -> Memory:
+    """The memory of the devices at one place along a pipeline's axis."""
     heap = _Heap()
     arguments: Counter[str] = Counter()
     env: dict[int, _Storage] = {}
@@ -82,7 +100,7 @@ def memory_of(program: Block) -> Memory:
         env[value.number] = heap.hold(storage)
         if value.number not in program.donated:
             heap.hold(storage)  # the caller's own reference
-    _walk(program.instrs, program.outputs, env, heap, program.mesh)
+    _walk(program.instrs, program.outputs, env, heap, program.mesh, device)
     return Memory(heap.peak, {k: v for k, v in heap.at_peak.items() if v}, dict(arguments))
 
 
@@ -99,10 +117,13 @@ def _walk(
     env: dict[int, _Storage],
     heap: _Heap,
     mesh: Mesh,
+    device: int = 0,
 ) -> None:
     for instr, dead in zip(instrs, last_uses(instrs, outputs), strict=True):
         if isinstance(instr, LoopInstr):
             _loop(instr, env, heap, mesh)
+        elif isinstance(instr, PipelineInstr):
+            _pipeline(instr, env, heap, mesh, device)
         else:
             for out in instr.outs:
                 if out is not None:
@@ -143,8 +164,50 @@ def _loop(instr: LoopInstr, env: dict[int, _Storage], heap: _Heap, mesh: Mesh) -
                 heap.hold(storage)
         carry = [heap.hold(inner[v.number]) for v in body.outputs[:c]]
         _drop_all(inner.values(), heap)
+    if not instr.length:
+        ys = [heap.hold(_Storage(0, "activations")) for _ in instr.outs[c:]]
     for value, storage in zip(instr.outs, [*carry, *ys], strict=True):
         env[value.number] = storage
+
+
+def _pipeline(
+    instr: PipelineInstr, env: dict[int, _Storage], heap: _Heap, mesh: Mesh, device: int
+) -> None:
+    """One device's actions in order: what a microbatch leaves stays until its last phase has run."""
+    assert instr.schedule is not None
+    numbers = [value.number for value in instr.body.inputs]
+    operands = {n: env[v.number] for n, v in zip(numbers, instr.ins, strict=True)}
+    left: dict[tuple[int, int], dict[int, _Storage]] = {}
+    sums: dict[int, _Storage] = {}
+    for action in instr.schedule.devices[device]:
+        stage = instr.stages[action.stage]
+        phase = stage.phases[action.kind]
+        inner = left.pop((action.stage, action.microbatch), {})
+        came = stage.receives.get({"I": "B", "W": ""}.get(action.kind, action.kind), ())
+        for value in came:
+            inner[value.number] = heap.hold(_Storage(value.local_bytes(mesh), "activations"))
+        later = stage.needed_after(action.kind)
+        kept = {number: heap.hold(s) for number, s in inner.items() if number in later}
+        reads = {v.number for v in phase.block.inputs}
+        _drop_all((s for number, s in inner.items() if number not in reads), heap)
+        inner = {number: s for number, s in inner.items() if number in reads}
+        inner |= {n: heap.hold(operands[n]) for n in reads - set(inner)}
+        _walk(phase.block.instrs, phase.block.outputs, inner, heap, mesh)
+        for i, _ in phase.makes:
+            if i not in sums:
+                value = instr.outs[i]
+                sums[i] = heap.hold(_Storage(value.local_bytes(mesh), value.role or "activations"))
+        kept |= {
+            v.number: heap.hold(inner[v.number])
+            for v in phase.block.outputs
+            if v.number in later and v.number not in kept
+        }
+        _drop_all(inner.values(), heap)
+        if kept:
+            left[action.stage, action.microbatch] = kept
+    for i, value in enumerate(instr.outs):
+        # Elsewhere than at home an addend is zeros that take no memory.
+        env[value.number] = sums[i] if i in sums else heap.hold(_Storage(0, value.role))
 
 
 def _drop_all(storages: Iterable[_Storage], heap: _Heap) -> None:

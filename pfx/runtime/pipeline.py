@@ -24,11 +24,7 @@ class StageRunner:
         self.runs = {kind: prepare(phase.block) for kind, phase in stage.phases.items()}
         self.ins = {k: [v.number for v in p.block.inputs] for k, p in stage.phases.items()}
         self.outs = {k: [v.number for v in p.block.outputs] for k, p in stage.phases.items()}
-        later = {"F": "BIW", "I": "W", "B": "", "W": ""}
-        self.kept = {
-            kind: {number for k in later[kind] for number in self.ins.get(k, ())}
-            for kind in self.runs
-        }
+        self.kept = {kind: stage.needed_after(kind) for kind in self.runs}
         self.held: dict[int, dict[int, Held]] = {}
 
     def receive(self, kind: str, microbatch: int, values: Sequence[Held]) -> None:

@@ -75,6 +75,21 @@ def _rows(deal: Deal, size: int, count: int) -> Rows:
     return tuple(map(tuple, held))
 
 
+def runs(rows: Sequence[int], extent: int) -> list[tuple[int, int]]:
+    """Rows as runs (first, count); padding repeats the first rows of the dim.
+
+    >>> runs((0, 1, 4), 4)
+    [(0, 2), (4, 1), (0, 1)]
+    """
+    found: list[tuple[int, int]] = []
+    for row in rows:
+        if found and sum(found[-1]) == row:
+            found[-1] = found[-1][0], found[-1][1] + 1
+        else:
+            found.append((row, 1))
+    return [*found, (0, extent - len(rows))] if len(rows) < extent else found
+
+
 @dataclass(frozen=True)
 class Mesh:
     """A grid of devices with named axes; devices are numbered row-major, the last axis fastest.

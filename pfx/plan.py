@@ -218,10 +218,9 @@ def _with_data_axis(spec: P, names: list[str], shape: Sequence[int], mesh: Mesh)
         return spec
     best = None
     for dim, (name, size, axes) in enumerate(zip(names, shape, entries, strict=True)):
-        local = size // mesh.count(axes)
-        if name == STACK or local % n:
+        if name == STACK or not mesh.even((*axes, DATA), size):
             continue
-        rank = (not axes, local)
+        rank = (not axes, mesh.extent(axes, size))
         if best is None or rank > best[0]:
             best = (rank, dim)
     if best is None:

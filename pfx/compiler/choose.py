@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.fx
 
+from pfx.compiler.deals import can_deal
 from pfx.compiler.reshard import reshard_bytes
 from pfx.compiler.rule import Assignment, Dims, Rule, operand_nodes, result_values
 from pfx.compiler.wishes import Wish, common, filled
@@ -59,13 +60,14 @@ class Chooser:
 
         No factor is split over a `busy` axis.
         """
+        deals = not busy  # a manual region names its values as parts in equal blocks
         given = [
-            self.proposal(dims, layout.dims)
+            self.proposal(dims, layout.dims, deals=deals)
             for dims, layout in zip(self.rule.operands, have, strict=True)
             if not layout.free
         ]
         wished = [
-            self.proposal(dims, wish)
+            self.proposal(dims, wish, deals=deals)
             for dims, wish in zip(self.rule.results, wishes, strict=True)
             if wish is not None and dims
         ]
@@ -73,17 +75,25 @@ class Chooser:
         choices = [self.choice(a, flow) for a in self.candidates(proposals, (*flow.axes, *busy))]
         return min(choices, key=lambda choice: self.score(choice, proposals, have, wishes))
 
-    def proposal(self, dims: Dims, axes_of_dims: Sequence[Axes | None]) -> Assignment:
-        """Read the axes of dims as axes of factors, major factors first, while they divide."""
+    def proposal(
+        self, dims: Dims, axes_of_dims: Sequence[Axes | None], *, deals: bool = True
+    ) -> Assignment:
+        """Read the axes of dims as axes of factors, major factors first, while they divide.
+
+        With `deals`, an axis may also deal the only factor of a dim unequally.
+        """
         found: Assignment = {}
         for dim, axes in zip(dims, axes_of_dims, strict=True):
             rest = list(axes or ())
             for factor in dim:
                 taken: list[str] = []
                 size = self.rule.sizes[factor]
-                while rest and size % self.mesh.shape[rest[0]] == 0:
+                while rest and self.mesh.even(rest[:1], size):
                     size //= self.mesh.shape[rest[0]]
                     taken.append(rest.pop(0))
+                if not taken and len(rest) == len(dim) == 1 and deals:
+                    if can_deal(self.rule, factor, rest[0], self.mesh):
+                        taken.append(rest.pop(0))
                 if factor in self.rule.whole:
                     break
                 if taken:

@@ -41,7 +41,9 @@ def check_meshes(graph: torch.fx.Graph, mesh: Mesh, where: str) -> None:
         target = node.target
         if isinstance(target, Loop):
             check_meshes(target.body.module.graph, mesh, where)
-        elif isinstance(target, Boundary) and target.mesh.axes != mesh.axes:
+        elif isinstance(target, Boundary) and (
+            (target.mesh.axes, target.mesh.deals) != (mesh.axes, mesh.deals)
+        ):
             raise ShardingError(
                 message(
                     f"{where}: a shard_map inside",
@@ -98,6 +100,12 @@ def boundary_layouts(boundary: Boundary, have: Layout) -> tuple[Layout, Layout]:
     both = (*boundary.unreduced, *owed)
     if not boundary.inward:
         have = without(have, boundary.layout.axes)
+        unequal = {axis for axis, _ in boundary.mesh.deals}
+        beside = tuple(
+            axes if not own or unequal.isdisjoint(axes) else ()
+            for own, axes in zip(boundary.dims, have.dims, strict=True)
+        )
+        have = have if beside == have.dims else Layout(beside)
         dims = tuple(own + rest for own, rest in zip(boundary.dims, have.dims, strict=True))
         return Layout(have.dims, owed), Layout(dims, both)
     rests = []

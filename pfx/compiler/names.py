@@ -44,7 +44,7 @@ def spec_of_names(
         wanted = names.get(name)
         axes = (wanted,) if isinstance(wanted, str) else tuple(wanted or ())
         axes = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
-        if axes and size % mesh.count(axes):
+        if axes and not mesh.splits(axes, size):
             note(
                 f'"{name}" (size {size}) does not divide by {"*".join(axes)}={mesh.count(axes)}: whole'
             )

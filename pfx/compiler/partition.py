@@ -15,6 +15,7 @@ import torch
 import torch.fx
 
 from pfx.compiler.choose import Choice
+from pfx.compiler.deals import emit_move, neutralized, unaligned
 from pfx.compiler.ir import Compute, Instr, LoopInstr, PipelineInstr, Reshard, Value, values_in
 from pfx.compiler.loops import outputs_of, placeholders
 from pfx.compiler.manual import axes_of, move_of
@@ -82,6 +83,11 @@ class _Emitter:
             outs[i] = self.spread(outs[i], axes)
         return Program(self.mesh, list(inputs), outs, self.instrs)
 
+    def next_number(self) -> int:
+        """Number a new value."""
+        self.count += 1
+        return self.count
+
     def new(self, fake: Any, layout: Layout, role: str = "", name: Name | None = None) -> Value:
         """Number a new value; `name` says what the axes of a manual region are to it."""
         self.count += 1
@@ -141,6 +147,10 @@ class _Emitter:
             self.at(n, layout, node, reason)
             for n, layout in zip(operand_nodes(node), decision.operands, strict=True)
         ]
+        fills, ready = neutralized(
+            node, rule, decision.assignment, ready, self.mesh, self.next_number
+        )
+        self.instrs += fills
         local = Local(node, rule, decision.assignment, self.mesh)
         call = rule.localize(local) if rule.localize else Call(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
         values: dict[Node, list[Value]] = {}
@@ -320,6 +330,13 @@ class _Emitter:
             rule = self.free[node]
             (dims,) = rule.results
             assignment = {d[0]: axes for d, axes in zip(dims, layout.dims, strict=True)}
+            dealt = unaligned(rule, assignment, self.mesh)
+            if dealt:
+                near = tuple(
+                    () if d[0] in dealt else axes for d, axes in zip(dims, layout.dims, strict=True)
+                )
+                whole = self.materialize(node, replace(layout, dims=near))
+                return self.move(whole, layout, node, "rows that an axis deals")
             assert rule.localize is not None
             call = rule.localize(Local(node, rule, assignment, self.mesh))
             out = self.new(node.meta["val"], layout)
@@ -336,10 +353,10 @@ class _Emitter:
         for step in plan_moves(value.layout, layout):
             key = (now.number, now.shape, step.layout)
             if key not in self.moved:
-                out = replace(self.new(now, step.layout), role=now.role)
                 source = _source(reader)
-                self.instrs.append(Reshard(step, (now,), (out,), source, reason, (step,)))
-                self.moved[key] = out
+                made = emit_move(now, step, self.mesh, self.next_number, source, reason)
+                self.instrs += made
+                (self.moved[key],) = made[-1].outs  # type: ignore[assignment]
             now = self.moved[key]
         return now
 

@@ -17,7 +17,7 @@ import torch
 import torch.fx
 
 from pfx.errors import ShardingError, message
-from pfx.mesh import Mesh
+from pfx.mesh import Mesh, Rows
 from pfx.spec import Axes, Layout
 
 Dim = tuple[str, ...]
@@ -47,6 +47,7 @@ class Rule:
         operands, results: for each tensor, the factors of each dim.
         sizes: the size of each factor.
         whole: factors that must not be split.
+        placed: factors along which the local call asks for its global position (`Local.place`).
         reduce: how a contracted factor leaves its partial result; "sum" if not named.
         linear: groups of operands; a partial sum flows through when exactly one group is partial.
         localize: how the local call differs from the global one, if it does.
@@ -62,10 +63,11 @@ class Rule:
     localize: Callable[[Local], Call] | None = None
     free: bool = False
     zero: bool = False
+    placed: frozenset[str] = frozenset()
 
     def local_size(self, factor: str, assignment: Assignment, mesh: Mesh) -> int:
         """The size of a factor on one device."""
-        return self.sizes[factor] // mesh.count(assignment.get(factor, ()))
+        return mesh.extent(assignment.get(factor, ()), self.sizes[factor])
 
     def layout(self, dims: Dims, assignment: Assignment, partial: Axes = ()) -> Layout:
         """The layout of a tensor with these dims under an assignment of axes to factors."""
@@ -75,12 +77,24 @@ class Rule:
     def representable(self, dims: Dims, assignment: Assignment, mesh: Mesh) -> bool:
         """Tell whether the parts are contiguous blocks: a minor factor splits only after the majors."""
         for dim in dims:
+            if mesh.deals and not self._even(dim, assignment, mesh):
+                return False
             open_major = False
             for f in dim:
                 if assignment.get(f) and open_major:
                     return False
                 open_major |= self.local_size(f, assignment, mesh) > 1
         return True
+
+    def _even(self, dim: Dim, assignment: Assignment, mesh: Mesh) -> bool:
+        """Tell whether a dim of several factors is split in equal blocks in order, as each of them is."""
+        axes = tuple(a for f in dim for a in assignment.get(f, ()))
+        several = sum(self.sizes[f] > 1 for f in dim) > 1
+        size = math.prod(self.sizes[f] for f in dim)
+        return not several or (
+            mesh.even(axes, size)
+            and all(mesh.even(assignment.get(f, ()), self.sizes[f]) for f in dim)
+        )
 
 
 @dataclass(frozen=True)
@@ -104,7 +118,14 @@ class Local:
     def place(self, factor: str) -> tuple[Axes, int]:
         """The axes and local size of a factor, for `Call.offset`."""
         axes = self.assignment.get(factor, ())
+        assert self.mesh.even(axes, self.rule.sizes[factor]), f"{self.node}: {factor} is dealt"
         return axes, self.rule.local_size(factor, self.assignment, self.mesh)
+
+    def rows(self, factor: str) -> Rows | None:
+        """The rows of each device along a factor that an axis deals; None for any other."""
+        axes, size = self.assignment.get(factor, ()), self.rule.sizes[factor]
+        axis = self.mesh.dealt(axes, size)
+        return None if axis is None else self.mesh.rows(axis, size)
 
     def split(self, factor: str) -> bool:
         """Tell whether a factor is split over any axis."""

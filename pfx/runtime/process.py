@@ -7,12 +7,14 @@ Every process runs the same script. What ranks would wait for each other for is 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from pfx.compiler.ir import Instr, Reshard, Value
+from pfx.compiler.deals import emit_move
+from pfx.compiler.ir import Instr, Value
 from pfx.compiler.program import Program
 from pfx.compiler.reshard import plan_moves
 from pfx.errors import MeshError, message
@@ -109,7 +111,7 @@ class _Prepared:
         """Agree on the program, then make its groups."""
         runtime, mesh = self.runtime, self.runtime.mesh
         store = process_start.start(mesh, runtime.ranks, runtime.timeout, runtime.patience)
-        text = f"mesh {mesh}\ndeterministic {self.deterministic}\n{self.program.text()}"
+        text = f"mesh {mesh}{mesh.deals or ''}\ndeterministic {self.deterministic}\n{self.program.text()}"
         ranks, where = runtime.ranks, f"process mesh {mesh}:"
         agree(
             store,
@@ -132,9 +134,9 @@ def _gathering(
     """A program that gathers a value on every rank."""
     now = value = Value(0, shape, dtype, layout)
     instrs: list[Instr] = []
-    for number, move in enumerate(plan_moves(layout, replicated(len(shape))), 1):
-        after = Value(number, shape, dtype, move.layout)
-        instrs.append(Reshard(move, (now,), (after,), reason="device_get", moves=(move,)))
-        now = after
+    numbers = itertools.count(1)
+    for move in plan_moves(layout, replicated(len(shape))):
+        instrs += emit_move(now, move, mesh, numbers.__next__, reason="device_get")
+        (now,) = instrs[-1].outs  # type: ignore[assignment]
     program = Program(mesh, [value], [now], instrs)
     return ProcessRuntime(mesh, timeout=timeout).prepare(program)

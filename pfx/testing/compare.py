@@ -197,7 +197,7 @@ def _placement(leaf: Array, worst: Difference) -> list[str]:
         " ".join(f"{axis}={at}" for axis, at in place.items())
         for place in distinct_coordinates(leaf.layout, mesh)
         if all(
-            part.start <= i < part.stop
+            i in (range(part.start, part.stop) if isinstance(part, slice) else part)
             for i, part in zip(
                 worst.index, local_slices(leaf.shape, leaf.layout, mesh, place), strict=True
             )

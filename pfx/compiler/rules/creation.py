@@ -40,7 +40,8 @@ def _local_full(local: Local) -> Call:
 def _arange(node: torch.fx.Node) -> Rule:
     dims = (("d0",),)
     sizes = bind_sizes([dims], [shape_of(node)])
-    return Rule((), (dims,), sizes, localize=_local_arange, free=True)
+    placed = frozenset({"d0"})
+    return Rule((), (dims,), sizes, localize=_local_arange, free=True, placed=placed)
 
 
 def _local_arange(local: Local) -> Call:
@@ -67,7 +68,8 @@ def _cut(node: torch.fx.Node) -> Rule | None:
         return None  # a linspace between tensors
     shape = shape_of(node)
     dims = named("d", len(shape))
-    return Rule((), (dims,), bind_sizes([dims], [shape]), localize=_local_cut, free=True)
+    sizes = bind_sizes([dims], [shape])
+    return Rule((), (dims,), sizes, localize=_local_cut, free=True, placed=frozenset(sizes))
 
 
 def _local_cut(local: Local) -> Call:

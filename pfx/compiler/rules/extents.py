@@ -120,9 +120,11 @@ def _triangle(node: torch.fx.Node) -> Rule:
     """Tril and triu: a part of the matrix has its own diagonal."""
     shape = shape_of(node)
     dims = named("d", len(shape))
+    placed = frozenset(f for (f,) in dims[-2:])
     return Rule(
-        (dims,), (dims,), bind_sizes([dims], [shape]), linear=_PASS, localize=_local_triangle
-    )
+        (dims,), (dims,), bind_sizes([dims], [shape]), linear=_PASS, localize=_local_triangle,
+        placed=placed,
+    )  # fmt: skip
 
 
 def _local_triangle(local: Local) -> Call:

@@ -26,6 +26,7 @@ from pfx.compiler.rule import (
 from pfx.compiler.rules.pointwise import broadcast
 
 aten = torch.ops.aten
+_V = frozenset({"v"})  # the indexed dim, of which the local call shifts the global indices
 
 
 def shifted(
@@ -82,7 +83,7 @@ def _gather(node: torch.fx.Node) -> Rule | None:
     loose = {i for i in range(len(x)) if i != dim and f"i{i}" in sizes}
     whole = frozenset(f"{mark}{i}" for i in loose for mark in "id")
     return Rule((source, index_dims), (index_dims,), sizes, whole, linear=((0,),),
-                localize=when_split("v", _gather_at))  # fmt: skip
+                localize=when_split("v", _gather_at), placed=_V)  # fmt: skip
 
 
 def _gather_at(
@@ -98,7 +99,7 @@ def _embedding(node: torch.fx.Node) -> Rule:
     shapes = [shape_of(n) for n in operand_nodes(node)]
     sizes = bind_sizes([weight, index], shapes)
     return Rule((weight, index), ((*index, ("e",)),), sizes, linear=((0,),),
-                localize=when_split("v", _embedding_at))  # fmt: skip
+                localize=when_split("v", _embedding_at), placed=_V)  # fmt: skip
 
 
 def _embedding_at(
@@ -118,7 +119,7 @@ def _embedding_backward(node: torch.fx.Node) -> Rule | None:
     operand: Dims = (*dims, ("e",))
     sizes = bind_sizes([operand], [grad]) | {"v": shape_of(node)[0]}
     return Rule((operand, dims), ((("v",), ("e",)),), sizes, linear=((0,),),
-                localize=_local_embedding_backward)  # fmt: skip
+                localize=_local_embedding_backward, placed=_V)  # fmt: skip
 
 
 def _local_embedding_backward(local: Local) -> Call:
@@ -154,7 +155,7 @@ def _index_select(node: torch.fx.Node) -> Rule | None:
     result = tuple(("k",) if i == dim else d for i, d in enumerate(source))
     sizes = bind_sizes([source, result], [x, shape_of(node)])
     return Rule((source, (("k",),)), (result,), sizes, linear=((0,),),
-                localize=when_split("v", _index_select_at))  # fmt: skip
+                localize=when_split("v", _index_select_at), placed=_V)  # fmt: skip
 
 
 def _index_select_at(
@@ -185,6 +186,11 @@ def indexed_dims(node: torch.fx.Node) -> tuple[Dims, list[Dims], Dims] | None:
     return source, index, (*rest[:place], *named("k", len(joint)), *rest[place:])
 
 
+def looked_up(source: Dims) -> frozenset[str]:
+    """The factors of `indexed_dims` that are indexed."""
+    return frozenset(f for dim in source for f in dim if f.startswith("v"))
+
+
 def _renamed(dims: Dims) -> Dims:
     """The factors of an index: ``k`` for the ``d`` of a broadcast."""
     return tuple(tuple(f"k{f[1:]}" for f in dim) for dim in dims)
@@ -198,7 +204,8 @@ def _index(node: torch.fx.Node) -> Rule | None:
     source, index, result = found
     shapes = [shape_of(n) for n in operand_nodes(node)]
     sizes = bind_sizes([source, *index, result], [*shapes, shape_of(node)])
-    return Rule((source, *index), (result,), sizes, linear=((0,),), localize=_local_index)  # fmt: skip
+    return Rule((source, *index), (result,), sizes, linear=((0,),), localize=_local_index,
+                placed=looked_up(source))  # fmt: skip
 
 
 def _local_index(local: Local) -> Call:

@@ -21,6 +21,7 @@ from pfx.compiler.rule import (
     shape_of,
 )
 from pfx.compiler.rules.views import in_order
+from pfx.mesh import Rows, runs
 
 aten = torch.ops.aten
 
@@ -136,7 +137,13 @@ def _local_bits(local: Local) -> Call:
     count = len(start)  # type: ignore[arg-type]
     shape = local.result_shape()
     args = (key, shape[len(shape) - count :], tuple(start), whole, *width)  # type: ignore[arg-type]
-    return Call(_bits_at, args, {}, tuple(local.place(f"d{i}") for i in range(count)))
+    dealt = {i: rows for i in range(count) if (rows := local.rows(f"d{i}")) is not None}
+    at = tuple(
+        (local.assignment[f"d{i}"], 1) if i in dealt else local.place(f"d{i}") for i in range(count)
+    )
+    if not dealt:
+        return Call(_bits_at, args, {}, at)
+    return Call(_bits_of_rows, args, {"dealt": tuple(dealt.items())}, at)
 
 
 def _bits_at(
@@ -149,6 +156,27 @@ def _bits_at(
 ) -> torch.Tensor:
     begin = [a + b for a, b in zip(start, offset, strict=True)]
     return torch.ops.pfx.random_bits(key, shape, begin, whole, *width)
+
+
+def _bits_of_rows(
+    key: torch.Tensor,
+    shape: list[int],
+    start: tuple[int, ...],
+    whole: list[int],
+    *width: int,
+    dealt: tuple[tuple[int, Rows], ...],
+    offset: tuple[int, ...],
+) -> torch.Tensor:
+    """Draw the rows of dims that axes deal, run by run; `offset` has the device's number for those."""
+    if not dealt:
+        return _bits_at(key, shape, start, whole, *width, offset=offset)
+    ((dim, rows), *rest), pieces = dealt, []
+    for first, count in runs(rows[offset[dim]], shape[dim]):
+        part, begin = list(shape), list(offset)
+        part[dim], begin[dim] = count, first
+        options = {"dealt": tuple(rest), "offset": tuple(begin)}
+        pieces.append(_bits_of_rows(key, part, start, whole, *width, **options))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim - len(shape))
 
 
 # Elementwise ops that torch does not tag as such, and those with a rule of their own.

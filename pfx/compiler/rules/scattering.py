@@ -18,6 +18,7 @@ from pfx.compiler.rules.indexing import (
     all_shifted,
     indexed_dims,
     is_zero,
+    looked_up,
     shifted,
     tied,
     unsplit,
@@ -41,7 +42,7 @@ def _scatter(node: torch.fx.Node) -> Rule | None:
     whole |= {f"d{f[1:]}" for f in whole if f != f"i{dim}"}
     rest = [index_dims if shape_of(n) else () for n in nodes[2:]]
     return Rule((source, index_dims, *rest), (source,), sizes, frozenset(whole),
-                localize=when_split("v", _spare(node.target)))  # fmt: skip
+                localize=when_split("v", _spare(node.target)), placed=frozenset({"v"}))  # fmt: skip
 
 
 def _spare(op: Any) -> Callable[..., torch.Tensor]:
@@ -102,7 +103,7 @@ def _index_add(node: torch.fx.Node) -> Rule | None:
     sizes = bind_sizes([base, (("k",),), added], [x, index, source])
     whole = frozenset() if is_zero(node.args[0]) else frozenset({"k"})
     return Rule((base, (("k",),), added), (base,), sizes, whole, linear=((0, 2),),
-                localize=when_split("v", _index_add_at))  # fmt: skip
+                localize=when_split("v", _index_add_at), placed=frozenset({"v"}))  # fmt: skip
 
 
 def _index_add_at(
@@ -140,7 +141,8 @@ def _index_put(node: torch.fx.Node) -> Rule | None:
     split = adds and is_zero(nodes[0]) and every
     return Rule((source, *index, values), (source,), sizes,
                 frozenset() if split else frozenset(points & set(sizes)),
-                linear=((0, len(nodes) - 1),), localize=_local_index_put)  # fmt: skip
+                linear=((0, len(nodes) - 1),), localize=_local_index_put,
+                placed=looked_up(source))  # fmt: skip
 
 
 def _local_index_put(local: Local) -> Call:

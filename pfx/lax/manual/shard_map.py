@@ -114,7 +114,7 @@ class ShardMap:
             return leaf
         leaf = torch.as_tensor(leaf)
         self.check_spec(spec, axes, leaf.ndim, where, "in_specs")
-        dims = layout_of(spec, leaf.shape, mesh, where).dims
+        dims = _blocks(spec, leaf.shape, mesh, where)
         boundary = Boundary(mesh, axes, dims, spec.unreduced, spec.reduced, inward=True)
         return apply(boundary, leaf)
 
@@ -129,7 +129,7 @@ class ShardMap:
         self.check_spec(spec, axes, leaf.ndim, where, "out_specs")
         counts = [mesh.count((e,) if isinstance(e, str) else e or ()) for e in spec]
         shape = [n * k for n, k in zip(leaf.shape, counts, strict=False)]
-        dims = layout_of(spec, [*shape, *leaf.shape[len(shape) :]], mesh, where).dims
+        dims = _blocks(spec, [*shape, *leaf.shape[len(shape) :]], mesh, where)
         boundary = Boundary(mesh, axes, dims, spec.unreduced, spec.reduced, inward=False)
         return apply(boundary, self.checked(leaf, boundary, axes, where))
 
@@ -178,6 +178,25 @@ class ShardMap:
             if axis in boundary.unreduced and state in ("invarying", "reduced"):
                 raise _not_addends(where, axis)
         return x
+
+
+def _blocks(spec: Any, shape: Sequence[int], mesh: Mesh, where: str) -> tuple[Axes, ...]:
+    """The axes of each dim; a region sees equal blocks in order, which not every deal makes."""
+    dims = layout_of(spec, shape, mesh, where).dims
+    for dim, (size, axes) in enumerate(zip(shape, dims, strict=True)):
+        axis = mesh.dealt(axes, size)
+        if axis is not None:
+            raise ShardingError(
+                message(
+                    where,
+                    "cannot be split into the blocks that a region works on.",
+                    f"{spec} puts dim {dim} (size {size}) on {axis!r}.",
+                    f"{axis!r} deals its rows as {mesh.rows(axis, size)}, not in equal blocks in order",
+                    f"mesh: {mesh}",
+                    fix=f"drop {axis!r} from this spec, or from deals= of the mesh",
+                )
+            )
+    return dims
 
 
 def _still_varies(where: str, axis: str, x: torch.Tensor) -> ShardingError:

@@ -50,9 +50,8 @@ def emit_move(
         return [Compute(own_rows, (value, gained, rows), {}, (value,), (out,), ((move.axes, 1),))]
     instrs: list[Instr] = []
     if to is not None:
-        places, full = mesh.positions(to, shape[gained]), _padded(shape, gained, to, mesh)
-        dealt = make(full, value.layout)
-        args = (value, gained, places, full[gained])
+        dealt = make(_padded(shape, gained, to, mesh), value.layout)
+        args = (value, gained, mesh.rows(to, shape[gained]))
         instrs.append(Compute(in_places, args, {}, (value,), (dealt,)))
         value = dealt
     full = shape if back is None else _padded(shape, lost, back, mesh)
@@ -76,10 +75,14 @@ def own_rows(x: torch.Tensor, dim: int, rows: Rows, *, offset: tuple[int, ...]) 
     return take_rows(x, dim, rows[offset[0]], max(map(len, rows)))
 
 
-def in_places(x: torch.Tensor, dim: int, places: Sequence[int], room: int) -> torch.Tensor:
+def in_places(x: torch.Tensor, dim: int, rows: Rows) -> torch.Tensor:
     """The parts of all devices one after the other, each padded with zeros."""
-    out = x.new_zeros((*x.shape[:dim], room, *x.shape[dim + 1 :]))
-    return out.index_copy_(dim, torch.tensor(places, device=x.device), x)
+    extent = max(map(len, rows))
+    out = x.new_zeros((*x.shape[:dim], len(rows) * extent, *x.shape[dim + 1 :]))
+    for device, held in enumerate(rows):
+        index = torch.tensor(held, dtype=torch.long, device=x.device)
+        out.narrow(dim, device * extent, len(held)).copy_(x.index_select(dim, index))
+    return out
 
 
 def from_places(x: torch.Tensor, dim: int, places: Sequence[int]) -> torch.Tensor:

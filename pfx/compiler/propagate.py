@@ -203,7 +203,10 @@ class _Sweeps:
                 return self.layouts[node.args[0]].whole()  # type: ignore[index]
             spec = self.named(spec, shape)
         layout = effective(layout_of(spec, shape, self.mesh, where), self.mesh)
-        return without(layout, self.busy(node))
+        busy = self.busy(node)
+        if busy and self.mesh.deals:  # a region's values have names only as parts in equal blocks
+            busy += tuple(a for n, d in zip(shape, layout.dims) if self.mesh.dealt(d, n) for a in d)
+        return without(layout, busy)
 
     def named(self, text: str, shape: Sequence[int]) -> P:
         """Translate logical names to a spec; what does not divide or is taken stays whole."""

@@ -163,6 +163,17 @@ def placed(value: Any, spec: Any, mesh: Mesh | None, where: str) -> Placed:
         tensor = Placed(value.shape, value.layout, value.mesh, value.dtype)
     else:
         tensor = _from_shape(value, spec, mesh, where)
+    for dim, (size, axes) in enumerate(zip(tensor.shape, tensor.layout.dims, strict=True)):
+        axis = tensor.mesh.dealt(axes, size)
+        if axis is not None:
+            raise ShardingError(
+                message(
+                    f"{where}: {tensor.type}",
+                    f"has blocks of dim {dim} that are not equal, or not in order.",
+                    f"{axis!r} deals its rows as {tensor.mesh.rows(axis, size)}",
+                    fix=f"draw it with a size of dim {dim} that {axis!r} splits equally",
+                )
+            )
     if tensor.num_blocks > MAX_BLOCKS:
         raise ShardingError(
             message(

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from _torch_gpt import Model, model_of
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -69,68 +70,6 @@ def pfx_step(params: gpt.Params, **plan: Any) -> Step:
     return step
 
 
-class Block(nn.Module):
-    """A block as one writes it in torch; heads are what its local columns of qkv make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        e = CONFIG.embed_dim
-        self.attn_norm, self.mlp_norm = nn.LayerNorm(e), nn.LayerNorm(e)
-        self.qkv, self.out = nn.Linear(e, 3 * e), nn.Linear(e, e)
-        self.up, self.down = nn.Linear(e, CONFIG.mlp_dim), nn.Linear(CONFIG.mlp_dim, e)
-
-    def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(self.attn_norm(x))
-        head_dim = CONFIG.embed_dim // CONFIG.num_heads
-        q, k, v = qkv.unflatten(-1, (-1, 3, head_dim)).transpose(1, 2).unbind(3)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x)), approximate="tanh"))
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        e = CONFIG.embed_dim
-        self.tok_embed = nn.Embedding(CONFIG.vocab_size, e)
-        self.positions = nn.Parameter(torch.empty(CONFIG.max_seq_len, e))
-        self.blocks = nn.ModuleList(Block() for _ in range(CONFIG.num_layers))
-        self.final_norm = nn.LayerNorm(e)
-        self.head = nn.Linear(e, CONFIG.vocab_size, bias=False)
-        self.tie()
-
-    def tie(self) -> None:
-        self.head.weight = self.tok_embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tok_embed(tokens) + self.positions[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.final_norm(x))
-
-
-@torch.no_grad()
-def model_of(params: gpt.Params) -> Model:
-    """A module with the weights of a tree of pfx's."""
-    model, e = Model(), CONFIG.embed_dim
-    model.tok_embed.weight.copy_(params["tok_embed"])
-    model.positions.copy_(params["positions"])
-    tree = params["blocks"]
-    for i, block in enumerate(model.blocks):
-        assert isinstance(block, Block)
-        for norm, name in ((block.attn_norm, "attn_norm"), (block.mlp_norm, "mlp_norm")):
-            norm.weight.copy_(tree[name]["scale"][i])
-            norm.bias.copy_(tree[name]["bias"][i])
-        block.qkv.weight.copy_(tree["wqkv"][i].reshape(e, -1).T)
-        block.out.weight.copy_(tree["wo"][i].reshape(-1, e).T)
-        block.up.weight.copy_(tree["w_up"][i].T)
-        block.down.weight.copy_(tree["w_down"][i].T)
-        biases = ("bqkv", "bo", "b_up", "b_down")
-        for linear, name in zip((block.qkv, block.out, block.up, block.down), biases, strict=True):
-            linear.bias.copy_(tree[name][i].reshape(-1))
-    return model
-
-
 def torch_step(model: Model, tokens: Tensor, labels: Tensor) -> Step:
     """One step of a module, however its parameters are spread."""
     params = list(model.parameters())
@@ -162,11 +101,11 @@ def eager_step(params: gpt.Params) -> Step:
     """One process does all the work; the others wait."""
     if dist.get_rank():
         return lambda: 0.0
-    return torch_step(model_of(params), *batch())
+    return torch_step(model_of(params, CONFIG), *batch())
 
 
 def fsdp_step(params: gpt.Params, mesh: DeviceMesh) -> Step:
-    model = model_of(params)
+    model = model_of(params, CONFIG)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh)
@@ -176,7 +115,7 @@ def fsdp_step(params: gpt.Params, mesh: DeviceMesh) -> Step:
 
 def dtensor_step(params: gpt.Params, mesh: DeviceMesh) -> Step:
     """Megatron's tensor parallelism; the vocabulary is split, and its logits are gathered."""
-    model = model_of(params)
+    model = model_of(params, CONFIG)
     split = {
         "qkv": ColwiseParallel(), "out": RowwiseParallel(),
         "up": ColwiseParallel(), "down": RowwiseParallel(),

@@ -122,7 +122,9 @@ def simulated(args: argparse.Namespace) -> None:
 def report(times: Times, losses: Losses, *, base: str, tokens: int) -> None:
     """Print the median, its spread (the middle half) and the speed of each against `base`."""
     medians = {name: statistics.median(values) for name, values in times.items()}
-    print(f"{tokens} tokens a step, {MICROBATCHES} microbatches; median of {len(times[base])} steps")
+    print(
+        f"{tokens} tokens a step, {MICROBATCHES} microbatches; median of {len(times[base])} steps"
+    )
     for name, values in times.items():
         low, _, high = statistics.quantiles(values, n=4)
         spread = f"({low * 1e3:.0f} to {high * 1e3:.0f})"

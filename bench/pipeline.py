@@ -1,6 +1,6 @@
 """Time of a pipelined training step, against `torch.distributed.pipelining` and against no pipeline.
 
-    python bench/pipeline.py [--rounds 9] [--rows 4] [--schedule 1f1b] [--peer-only]
+    python bench/pipeline.py [--rounds 9] [--rows 4] [--seq 128] [--schedule 1f1b] [--peer-only]
     python bench/pipeline.py --simulated
 
 A GPT of 8 layers, 384 wide, with a tied table of tokens; 8 microbatches; the whole step: forward,
@@ -33,7 +33,7 @@ from models import gpt
 CONFIG = gpt.Config(
     num_layers=8, embed_dim=384, num_heads=6, mlp_dim=1536, vocab_size=512, max_seq_len=128
 )
-SEQ, MICROBATCHES, PROCESSES, WARMUP = 128, 8, 2, 2
+MICROBATCHES, PROCESSES, WARMUP = 8, 2, 2
 PEER, PFX = "torch Schedule1F1B, 2 processes", "pfx, pp=2, 2 processes"
 EAGER, ALONE = "eager torch, one process", "both stages, never waiting"
 ACCUMULATED, SIMULATED = "pfx, one device", "pfx, pp=2 simulated"
@@ -42,10 +42,10 @@ Times = dict[str, list[float]]
 Losses = dict[str, list[float]]
 
 
-def batch(rows: int) -> dict[str, torch.Tensor]:
+def batch(rows: int, seq: int) -> dict[str, torch.Tensor]:
     """Microbatches of `rows` sequences each; the same in every process and every step."""
     count = MICROBATCHES * rows
-    tokens = torch.arange(count * (SEQ + 1)).reshape(count, SEQ + 1) * 7919 % CONFIG.vocab_size
+    tokens = torch.arange(count * (seq + 1)).reshape(count, seq + 1) * 7919 % CONFIG.vocab_size
     return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 
@@ -92,7 +92,7 @@ def worker(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     last = dist.get_rank() == PROCESSES - 1
-    params, data = gpt.init(CONFIG, pfx.random.key(0)), batch(args.rows)
+    params, data = gpt.init(CONFIG, pfx.random.key(0)), batch(args.rows, args.seq)
     given = (params, CONFIG, data, MICROBATCHES)
     steps = {PEER: pipeline_step(*given)}
     if not args.peer_only:
@@ -109,7 +109,7 @@ def worker(args: argparse.Namespace) -> None:
 
 def simulated(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    params, data = gpt.init(CONFIG, pfx.random.key(0)), batch(args.rows)
+    params, data = gpt.init(CONFIG, pfx.random.key(0)), batch(args.rows, args.seq)
     steps = {
         ACCUMULATED: pfx_step(params, data),
         SIMULATED: pfx_step(params, data, pp=PROCESSES, schedule=args.schedule),
@@ -146,6 +146,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--rows", type=int, default=4, help="sequences in a microbatch")
+    parser.add_argument("--seq", type=int, default=128, help="tokens in a sequence, at most 128")
     parser.add_argument("--schedule", default="1f1b", help="pfx's; the peer's is 1F1B")
     parser.add_argument("--peer-only", action="store_true", help="leave pfx out")
     parser.add_argument("--simulated", action="store_true")

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from pfx.compiler.ir import Block, Compute, Instr, LoopInstr, Reshard, last_uses
+from pfx.compiler.ir import Block, Compute, Instr, LoopInstr, PipelineInstr, Reshard, last_uses
 from pfx.lax.manual.transport import Groups
 from pfx.mesh import Coordinate
 from pfx.runtime.local import local_call
 from pfx.runtime.moves import prepare_collective, prepare_local
+from pfx.runtime.pipeline_device import Channels, PipelineDevice
 from pfx.runtime.reduction import Group
 from pfx.runtime.step import Step
 from pfx.spec import Axes
@@ -20,7 +21,13 @@ Run = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 class Executor:
-    """An executable program: prepared once, called with this device's part of every input."""
+    """An executable program: prepared once, called with this device's part of every input.
+
+    Args:
+        coordinate: of the device.
+        group: its group along some axes.
+        channels: its channels to the devices along an axis, for programs that have pipelines.
+    """
 
     def __init__(
         self,
@@ -29,9 +36,11 @@ class Executor:
         group: Callable[[Axes, Groups], Group],
         *,
         deterministic: bool,
+        channels: Callable[[str], Channels] | None = None,
     ) -> None:
         self.program, self.mesh = program, program.mesh
         self.coordinate, self.group, self.deterministic = coordinate, group, deterministic
+        self.channels = channels
         dead = last_uses(program.instrs, program.outputs)
         self.steps = [
             Step(
@@ -57,7 +66,19 @@ class Executor:
             return self.compute(instr)
         if isinstance(instr, LoopInstr):
             return self.loop(instr)
+        if isinstance(instr, PipelineInstr):
+            return self.pipeline(instr)
         return self.reshard(instr)
+
+    def inner(self, block: Block) -> Executor:
+        """The executor of a block inside this one."""
+        return Executor(
+            block,
+            self.coordinate,
+            self.group,
+            deterministic=self.deterministic,
+            channels=self.channels,
+        )
 
     def compute(self, instr: Compute) -> Run:
         """A local call, told where this device's part begins if it asks."""
@@ -82,26 +103,32 @@ class Executor:
 
     def loop(self, instr: LoopInstr) -> Run:
         """Run the body once per row of xs, handing the carry on; a stream is a list of its rows."""
-        body = Executor(instr.body, self.coordinate, self.group, deterministic=self.deterministic)
+        body = self.inner(instr.body)
         c, x = instr.num_carry, instr.num_xs
         order = range(instr.length)[:: -1 if instr.reverse else 1]
         streams = [value.number in self.program.streams for value in instr.outs[c:]]
 
         def run(ins: list[Any]) -> list[Any]:
             carry, xs, consts = ins[:c], ins[c : c + x], ins[c + x :]
-            ys: list[Any] = [None] * len(streams)
+            ys: list[Any] = [[None] * instr.length if is_stream else None for is_stream in streams]
             for i in order:
                 now = [*carry, *(rows[i] for rows in xs), *consts]
                 carry = []  # the body frees it at its last use
                 outs = body(now)
                 carry = outs[:c]
-                for k, (row, is_stream) in enumerate(zip(outs[c:], streams, strict=True)):
+                for k, row in enumerate(outs[c:]):
                     if ys[k] is None:
-                        ys[k] = [None] * instr.length if is_stream else _stack_of(row, instr.length)
+                        ys[k] = _stack_of(row, instr.length)
                     ys[k][i] = row
             return [*carry, *ys]
 
         return run
+
+    def pipeline(self, instr: PipelineInstr) -> Run:
+        """This device's stages, and its messages to and from the others."""
+        assert self.channels is not None
+        here = self.coordinate[instr.made.axis]
+        return PipelineDevice(instr, here, self.inner, self.channels)
 
 
 def _stack_of(row: torch.Tensor, length: int) -> torch.Tensor:

@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from pfx.compiler.ir import Block, Stage
+from pfx.compiler.pipeline.primitive import EACH, FIRST, Output
 
 Run = Callable[[list[Any]], list[Any]]
 Held = Any  # what a runtime holds of a value: its part, or a list of parts
@@ -67,3 +70,39 @@ class InOrder:
         while self.next in self.early:
             self.total = self.add(self.total, self.early.pop(self.next))
             self.next += 1
+
+
+def makers(output: Output, stages: int) -> range:
+    """The stages that may make an output."""
+    if output.home == EACH:
+        return range(stages)
+    home = 0 if output.home == FIRST else stages - 1
+    return range(home, home + 1)
+
+
+def added(output: Output, total: Any, part: torch.Tensor) -> Any:
+    """What a device has of an output, once one more microbatch has made its part: a sum, or rows."""
+    if not output.summed:
+        rows = [] if total is None else total
+        rows.append(part)
+        return rows
+    return part.to(output.dtype, copy=True) if total is None else total.add_(part)
+
+
+def joined(output: Output, totals: Sequence[Any], zeros: torch.Tensor) -> torch.Tensor:
+    """A device's part of an output, from what its own stages have of it.
+
+    Args:
+        totals: of those of its stages that make the output, in order.
+        zeros: its part where it makes none of it.
+    """
+    if not totals:
+        return zeros
+    if not output.summed:
+        return torch.stack(totals[0])
+    if output.home != EACH:
+        return totals[0]
+    rows = sum(len(total) for total in totals)
+    if rows < len(zeros):
+        totals = [*totals, zeros[rows:]]
+    return totals[0] if len(totals) == 1 else torch.cat(list(totals))

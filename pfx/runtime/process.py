@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pfx.compiler.deals import emit_move
-from pfx.compiler.ir import Instr, Value
+from pfx.compiler.ir import Instr, PipelineInstr, Value
 from pfx.compiler.program import Program
 from pfx.compiler.reshard import plan_moves
 from pfx.errors import MeshError, message
@@ -22,6 +22,7 @@ from pfx.mesh import Mesh
 from pfx.runtime import device, process_start
 from pfx.runtime.executor import Executor
 from pfx.runtime.fingerprint import agree
+from pfx.runtime.process_channels import channels_of
 from pfx.runtime.process_group import group_of
 from pfx.spec import Layout, part_of, replicated
 
@@ -111,12 +112,18 @@ class _Prepared:
         """Agree on the program, then make its groups."""
         runtime, mesh = self.runtime, self.runtime.mesh
         store = process_start.start(mesh, runtime.ranks, runtime.timeout, runtime.patience)
-        text = f"mesh {mesh}{mesh.deals or ''}\ndeterministic {self.deterministic}\n{self.program.text()}"
+        plans = [str(i.schedule) for i in self.program.instrs if isinstance(i, PipelineInstr)]
+        shown = (
+            f"mesh {mesh}{mesh.deals or ''}",
+            f"deterministic {self.deterministic}",
+            self.program.text(),
+            *plans,
+        )
         ranks, where = runtime.ranks, f"process mesh {mesh}:"
         agree(
             store,
             "program",
-            text,
+            "\n".join(shown),
             rank=ranks.rank,
             size=ranks.size,
             timeout=runtime.timeout,
@@ -124,7 +131,10 @@ class _Prepared:
         )
         here, wait = runtime.ranks.coordinate(mesh), runtime.patience
         group = lambda axes, groups: group_of(mesh, axes, here, mesh.device, wait, groups)
-        return Executor(self.program, here, group, deterministic=self.deterministic)
+        channels = lambda axis: channels_of(mesh, axis, here, wait)
+        return Executor(
+            self.program, here, group, deterministic=self.deterministic, channels=channels
+        )
 
 
 @functools.lru_cache(maxsize=1024)

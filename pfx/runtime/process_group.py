@@ -42,15 +42,18 @@ def group_of(
     everyone = [mesh.index({**coordinate, **along}) for along in mesh.coordinates(axes)]
     ranks, place = team(groups, mesh.index(coordinate, axes), len(everyone))
     members = [everyone[rank] for rank in ranks]
-    handle = _handle(dist.group.WORLD, tuple(sorted(members)), timeout)
+    handle = handle_of(dist.group.WORLD, tuple(sorted(members)), timeout)
     kind = GlooGroup if device == "cpu" else NativeGroup
     return kind(handle, members, place, f"{','.join(axes)} of {mesh}")
 
 
 @functools.lru_cache(maxsize=1024)
-def _handle(world: Any, members: tuple[int, ...], timeout: float) -> Any:
-    """The process group of some ranks; `world` in the key forgets groups of an earlier start."""
-    if len(members) == dist.get_world_size(world):
+def handle_of(world: Any, members: tuple[int, ...], timeout: float, use: str = "") -> Any:
+    """The process group of some ranks; `world` in the key forgets groups of an earlier start.
+
+    Each `use` has connections of its own.
+    """
+    if not use and len(members) == dist.get_world_size(world):
         return world
     wait = timedelta(seconds=timeout)
     try:  # only members come: of thousands of ranks, most groups are the business of others
@@ -137,16 +140,7 @@ class NativeGroup:
 
     def failed(self, error: Exception) -> RuntimeMismatchError:
         """Another member died, is elsewhere, or took longer than the timeout."""
-        ranks = dist.get_process_group_ranks(self.handle)
-        return RuntimeMismatchError(
-            message(
-                f"process mesh: a collective over {self.name}",
-                "did not complete.",
-                f"ranks {', '.join(map(str, ranks))} take part; this is rank {dist.get_rank()}.",
-                str(error).splitlines()[0],
-                fix="read what the other ranks printed: one of them failed first, or is late",
-            )
-        )
+        return failed(error, self.handle, f"a collective over {self.name}")
 
 
 class GlooGroup(NativeGroup):
@@ -177,6 +171,20 @@ class GlooGroup(NativeGroup):
         except RuntimeError as error:
             raise self.failed(error) from error
         return rows
+
+
+def failed(error: Exception, handle: Any, what: str) -> RuntimeMismatchError:
+    """The error of a communication in which another member died, is elsewhere, or was too late."""
+    ranks = dist.get_process_group_ranks(handle)
+    return RuntimeMismatchError(
+        message(
+            f"process mesh: {what}",
+            "did not complete.",
+            f"ranks {', '.join(map(str, ranks))} take part; this is rank {dist.get_rank()}.",
+            str(error).splitlines()[0],
+            fix="read what the other ranks printed: one of them failed first, or is late",
+        )
+    )
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

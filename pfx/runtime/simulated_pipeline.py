@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from pfx.compiler.ir import Block, PipelineInstr, Stage, Value
-from pfx.compiler.pipeline.primitive import EACH, FIRST, Output
+from pfx.compiler.pipeline.primitive import Output
 from pfx.mesh import Mesh
-from pfx.runtime.pipeline import InOrder, StageRunner
+from pfx.runtime.pipeline import InOrder, StageRunner, added, joined, makers
 from pfx.schedules.order import play
 
 Parts = list[torch.Tensor]
@@ -112,23 +112,12 @@ class SimulatedPipeline:
     ) -> torch.Tensor:
         """One device's part of an output; zeros where it makes none."""
         device = place[self.made.axis]
-        home = 0 if output.home == FIRST else len(self.runners) - 1
-        stages = range(len(self.runners)) if output.home == EACH else (home,)
         mine = [
             totals[s][self.mesh.index(place, self.varying(self.inner(i, s)))]
-            for s in stages
+            for s in makers(output, len(self.runners))
             if self.instr.stages[s].device == device and totals[s] is not None
         ]
-        if not mine:
-            return zeros
-        if not output.summed:
-            return torch.stack(mine[0])
-        if output.home != EACH:
-            return mine[0]
-        rows = sum(len(part) for part in mine)
-        if rows < len(zeros):
-            mine.append(zeros[rows:])
-        return mine[0] if len(mine) == 1 else torch.cat(mine)
+        return joined(output, mine, zeros)
 
     def inner(self, i: int, s: int) -> Value:
         """The value that is an output on a stage."""
@@ -137,16 +126,8 @@ class SimulatedPipeline:
 
 
 def _adder(output: Output) -> Callable[[Any, Parts], Any]:
-    def add(total: Any, parts: Parts) -> Any:
-        if not output.summed:
-            total = total or [[] for _ in parts]
-            for rows, part in zip(total, parts, strict=True):
-                rows.append(part)
-            return total
-        if total is None:
-            return [part.to(output.dtype, copy=True) for part in parts]
-        for whole, part in zip(total, parts, strict=True):
-            whole.add_(part)
-        return total
+    def add(totals: Any, parts: Parts) -> Any:
+        totals = totals or [None] * len(parts)
+        return [added(output, total, part) for total, part in zip(totals, parts, strict=True)]
 
     return add

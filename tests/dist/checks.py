@@ -1,4 +1,4 @@
-"""What the processes of `test_processes` check: each function, here or in `region_checks`, on every rank.
+"""What the processes of `test_processes` check: each function, here or in a file like it, on every rank.
 
 ``python checks.py FOLDER NAME...`` runs the named functions in order and reports to FOLDER.
 """
@@ -29,7 +29,7 @@ from pfx.runtime.process import ProcessRuntime
 from pfx.runtime.process_group import group_of
 from pfx.spec import Layout
 from pfx.train import make_train_step
-from tests.dist import programs, region_checks
+from tests.dist import pipeline_checks, programs, region_checks
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64, torch.int32,
@@ -372,7 +372,7 @@ def dead_rank() -> None:
 def main(folder: Path, names: Sequence[str]) -> None:
     """Run the named checks and report each; stop after the first that fails here."""
     torch.set_num_threads(1)
-    checks = globals() | vars(region_checks)
+    checks = globals() | vars(region_checks) | vars(pipeline_checks)
     with (folder / f"{RANK}.jsonl").open("w") as report:
         for name in names:
             try:

@@ -108,11 +108,13 @@ class Phase:
             phases of the same microbatch have left; its outputs what is sent, made, and left.
         sends: which values the next stage (or the one before, in a backward) waits for.
         makes: (output of the pipeline, value) for what is added up or stacked.
+        adds: (output, input) for sums that go in, and that the block adds to in place.
     """
 
     block: Block
     sends: tuple[Value, ...]
     makes: tuple[tuple[int, Value], ...]
+    adds: tuple[tuple[int, Value], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

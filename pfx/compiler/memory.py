@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from pfx.compiler.in_place import is_in_place
 from pfx.compiler.ir import (
     Block,
     Compute,
@@ -141,8 +142,8 @@ def _made(instr: Compute | Reshard, out: Value, env: dict[int, _Storage], mesh: 
             return env[instr.ins[instr.outs.index(out)].number]
         role = "gathered copies" if instr.move.kind == "all_gather" else out.role or "activations"
         return _Storage(out.local_bytes(mesh), role)
-    if instr.into >= 0:
-        return env[instr.ins[instr.into].number]
+    if instr.into >= 0 or is_in_place(instr.target):
+        return env[instr.ins[max(instr.into, 0)].number]
     if is_view(instr.target) and instr.ins:
         return env[instr.ins[0].number]
     return _Storage(out.local_bytes(mesh), out.role or "activations")
@@ -179,6 +180,13 @@ def _pipeline(
     operands = {n: env[v.number] for n, v in zip(numbers, instr.ins, strict=True)}
     left: dict[tuple[int, int], dict[int, _Storage]] = {}
     sums: dict[int, _Storage] = {}
+
+    def total(i: int) -> _Storage:
+        if i not in sums:
+            value = instr.outs[i]
+            sums[i] = heap.hold(_Storage(value.local_bytes(mesh), value.role or "activations"))
+        return sums[i]
+
     for action in instr.schedule.devices[device]:
         stage = instr.stages[action.stage]
         phase = stage.phases[action.kind]
@@ -188,15 +196,14 @@ def _pipeline(
             inner[value.number] = heap.hold(_Storage(value.local_bytes(mesh), "activations"))
         later = stage.needed_after(action.kind)
         kept = {number: heap.hold(s) for number, s in inner.items() if number in later}
+        adds = {v.number: total(i) for i, v in phase.adds}
         reads = {v.number for v in phase.block.inputs}
         _drop_all((s for number, s in inner.items() if number not in reads), heap)
         inner = {number: s for number, s in inner.items() if number in reads}
-        inner |= {n: heap.hold(operands[n]) for n in reads - set(inner)}
+        inner |= {n: heap.hold((adds | operands)[n]) for n in reads - set(inner)}
         _walk(phase.block.instrs, phase.block.outputs, inner, heap, mesh)
         for i, _ in phase.makes:
-            if i not in sums:
-                value = instr.outs[i]
-                sums[i] = heap.hold(_Storage(value.local_bytes(mesh), value.role or "activations"))
+            total(i)
         kept |= {
             v.number: heap.hold(inner[v.number])
             for v in phase.block.outputs

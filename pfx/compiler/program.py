@@ -157,7 +157,7 @@ def _pipeline_lines(instr: PipelineInstr, indent: str, note: str) -> Iterator[st
             got = stage.receives.get("B" if kind == "I" else kind, ())
             received = f" receives {', '.join(map(str, got))}" if got and kind != "W" else ""
             sent = f" sends {', '.join(map(str, phase.sends))}" if phase.sends else ""
-            adds = "".join(f" {v} to {instr.outs[i]}" for i, v in phase.makes)
+            adds = "".join(f" {v} to {instr.outs[i]}" for i, v in (*phase.adds, *phase.makes))
             yield f"{indent}      {kind}{received}{sent}{' adds' + adds if adds else ''}:"
             yield from _lines(phase.block, f"{indent}        ")
 
@@ -210,7 +210,8 @@ def verify_stages(instr: PipelineInstr) -> None:
             for kind in (k for k in kinds if k in stage.phases):
                 known |= came.get("B" if kind == "I" else kind, set())
                 block = stage.phases[kind].block
-                assert all(v.number in known for v in block.inputs), f"stage {number} {kind}"
+                sums = {v.number for _, v in stage.phases[kind].adds}
+                assert all(v.number in known | sums for v in block.inputs), f"stage {number} {kind}"
                 known |= {v.number for v in block.outputs}
         for kind, phase in stage.phases.items():
             if phase.sends:

@@ -205,7 +205,12 @@ class _Sweeps:
         layout = effective(layout_of(spec, shape, self.mesh, where), self.mesh)
         busy = self.busy(node)
         if busy and self.mesh.deals:  # a region's values have names only as parts in equal blocks
-            busy += tuple(a for n, d in zip(shape, layout.dims) if self.mesh.dealt(d, n) for a in d)
+            busy += tuple(
+                a
+                for n, d in zip(shape, layout.dims, strict=True)
+                if self.mesh.dealt(d, n)
+                for a in d
+            )
         return without(layout, busy)
 
     def named(self, text: str, shape: Sequence[int]) -> P:

@@ -1,22 +1,22 @@
 """What both runtimes share of a pipeline: one stage's work on its microbatches, and what it adds up.
 
 A microbatch leaves values from one phase to the next; they are dropped with their last reader. Sums
-are taken in the order of the microbatches, whatever order they arrive in, so that every schedule
-gives the same bits.
+are taken in the order of the microbatches, so that every schedule gives the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
-from pfx.compiler.ir import Block, Stage
+from pfx.compiler.ir import Block, PipelineInstr, Stage, Value
 from pfx.compiler.pipeline.primitive import EACH, FIRST, Output
 
 Run = Callable[[list[Any]], list[Any]]
 Held = Any  # what a runtime holds of a value: its part, or a list of parts
+Parts = list[torch.Tensor]
 
 
 class StageRunner:
@@ -27,6 +27,7 @@ class StageRunner:
         self.runs = {kind: prepare(phase.block) for kind, phase in stage.phases.items()}
         self.ins = {k: [v.number for v in p.block.inputs] for k, p in stage.phases.items()}
         self.outs = {k: [v.number for v in p.block.outputs] for k, p in stage.phases.items()}
+        self.adds = {k: {v.number: i for i, v in p.adds} for k, p in stage.phases.items()}
         self.kept = {kind: stage.needed_after(kind) for kind in self.runs}
         self.held: dict[int, dict[int, Held]] = {}
 
@@ -37,15 +38,23 @@ class StageRunner:
         env.update({v.number: held for v, held in zip(places, values, strict=True)})
 
     def __call__(
-        self, kind: str, microbatch: int, operand: Callable[[int, int], Held]
+        self,
+        kind: str,
+        microbatch: int,
+        operand: Callable[[int, int], Held],
+        total: Callable[[int], Held],
     ) -> tuple[list[Held], list[tuple[int, Held]]]:
         """Run a phase on a microbatch; returns what to send on, and what to add up.
 
         Args:
             operand: gives the row, or the const, that an input with a number is, for a microbatch.
+            total: gives the sum of an output, for a phase that adds to it.
         """
-        env = self.held.pop(microbatch, {})
-        inputs = [env[n] if n in env else operand(n, microbatch) for n in self.ins[kind]]
+        env, adds = self.held.pop(microbatch, {}), self.adds[kind]
+        inputs = [
+            env[n] if n in env else total(adds[n]) if n in adds else operand(n, microbatch)
+            for n in self.ins[kind]
+        ]
         kept = {n: held for n, held in env.items() if n in self.kept[kind]}
         env.clear()
         outs = dict(zip(self.outs[kind], self.runs[kind](inputs), strict=True))
@@ -57,22 +66,68 @@ class StageRunner:
         return sends, [(i, outs[v.number]) for i, v in phase.makes]
 
 
-class InOrder:
-    """A sum over microbatches that adds them in order, and keeps those that come too early."""
+class Sums:
+    """What some devices along a pipeline's axis have of its outputs: sums so far, or rows.
 
-    def __init__(self, add: Callable[[Held | None, Held], Held]) -> None:
-        self.add, self.next, self.total = add, 0, None
-        self.early: dict[int, Held] = {}
+    Args:
+        mine: the devices.
+        count: of the parts of a value that a device's stage has.
+    """
 
-    def put(self, microbatch: int, value: Held) -> None:
-        """Add the value of a microbatch, now or once those before it have been."""
-        self.early[microbatch] = value
-        while self.next in self.early:
-            self.total = self.add(self.total, self.early.pop(self.next))
-            self.next += 1
+    def __init__(
+        self,
+        instr: PipelineInstr,
+        mine: Collection[int],
+        count: Callable[[Value], int],
+        device: torch.device,
+    ) -> None:
+        self.instr, self.device = instr, device
+        self.mesh = instr.body.mesh
+        self.whole: dict[tuple[int, int], list[Any]] = {}  # by output and device
+        self.own: dict[tuple[int, int], list[Any]] = {}  # by output and stage
+        self.early: dict[tuple[int, int], dict[int, Parts]] = {}
+        self.next: dict[tuple[int, int], int] = {}
+        for i, output in enumerate(instr.made.outputs):
+            for s in _makers(output, len(instr.stages)):
+                value = _made_by(instr.stages[s], i)
+                if instr.stages[s].device in mine and value is not None:
+                    self.open(i, s, count(value))
+
+    def open(self, i: int, s: int, count: int) -> None:
+        """Begin an output on a stage: with zeros, of which a stack's stages have their rows."""
+        output, stage = self.instr.made.outputs[i], self.instr.stages[s]
+        key = i, stage.device
+        if key not in self.whole:
+            self.whole[key] = [self.zeros(i) if output.summed else [] for _ in range(count)]
+        start, stop = stage.rows
+        each = output.home == EACH
+        self.own[i, s] = [part[start:stop] if each else part for part in self.whole[key]]
+        self.early[i, s], self.next[i, s] = {}, 0
+
+    def zeros(self, i: int) -> torch.Tensor:
+        value = self.instr.outs[i]
+        return torch.zeros(value.local_shape(self.mesh), dtype=value.dtype, device=self.device)
+
+    def put(self, i: int, s: int, microbatch: int, parts: Parts) -> None:
+        """Take what a stage has made for a microbatch, now or once those before it are there."""
+        early = self.early[i, s]
+        early[microbatch] = parts
+        while self.next[i, s] in early:
+            for total, part in zip(self.own[i, s], early.pop(self.next[i, s]), strict=True):
+                total.append(part) if isinstance(total, list) else total.add_(part)
+            self.next[i, s] += 1
+
+    def part(self, i: int, device: int, index: int) -> torch.Tensor:
+        """A device's part of an output; zeros that take no memory where it makes none."""
+        if (i, device) not in self.whole:
+            value = self.instr.outs[i]
+            zero = torch.zeros((), dtype=value.dtype, device=self.device)
+            return zero.expand(value.local_shape(self.mesh))
+        made = self.whole[i, device][index]
+        return torch.stack(made) if isinstance(made, list) else made
 
 
-def makers(output: Output, stages: int) -> range:
+def _makers(output: Output, stages: int) -> range:
     """The stages that may make an output."""
     if output.home == EACH:
         return range(stages)
@@ -80,29 +135,8 @@ def makers(output: Output, stages: int) -> range:
     return range(home, home + 1)
 
 
-def added(output: Output, total: Any, part: torch.Tensor) -> Any:
-    """What a device has of an output, once one more microbatch has made its part: a sum, or rows."""
-    if not output.summed:
-        rows = [] if total is None else total
-        rows.append(part)
-        return rows
-    return part.to(output.dtype, copy=True) if total is None else total.add_(part)
-
-
-def joined(output: Output, totals: Sequence[Any], zeros: torch.Tensor) -> torch.Tensor:
-    """A device's part of an output, from what its own stages have of it.
-
-    Args:
-        totals: of those of its stages that make the output, in order.
-        zeros: its part where it makes none of it.
-    """
-    if not totals:
-        return zeros
-    if not output.summed:
-        return torch.stack(totals[0])
-    if output.home != EACH:
-        return totals[0]
-    rows = sum(len(total) for total in totals)
-    if rows < len(zeros):
-        totals = [*totals, zeros[rows:]]
-    return totals[0] if len(totals) == 1 else torch.cat(list(totals))
+def _made_by(stage: Stage, i: int) -> Value | None:
+    """The value that a stage adds to an output."""
+    phases = stage.phases.values()
+    made = (v for phase in phases for k, v in (*phase.makes, *phase.adds) if k == i)
+    return next(made, None)

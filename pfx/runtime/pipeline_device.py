@@ -10,7 +10,7 @@ import torch
 
 from pfx.compiler.ir import Block, PipelineInstr, Value
 from pfx.mesh import Mesh
-from pfx.runtime.pipeline import InOrder, Run, StageRunner, added, joined, makers
+from pfx.runtime.pipeline import Run, StageRunner, Sums
 from pfx.runtime.turns import Message, messages, turns
 
 _ALIGNED = 16  # bytes: where a tensor of any dtype may begin
@@ -126,11 +126,7 @@ class PipelineDevice:
 
     def __call__(self, ins: list[torch.Tensor]) -> list[torch.Tensor]:
         """Play one step."""
-        sums = {
-            (i, s): InOrder(functools.partial(added, output))
-            for i, output in enumerate(self.made.outputs)
-            for s in self.runners
-        }
+        sums = Sums(self.instr, (self.here,), lambda value: 1, ins[0].device)
         gives = {s: self.gives(ins, s) for s in self.runners}
         mail = _Mail(self.channels, self.forms, ins[0].device)
         for turn in self.turns:
@@ -140,17 +136,18 @@ class PipelineDevice:
             if turn.takes:
                 runner.receive(action.kind, action.microbatch, mail.take(turn.takes))
                 mail.forget(turn.arrived)
-            sends, makes = runner(action.kind, action.microbatch, gives[action.stage])
+            total = lambda i, s=action.stage: sums.own[i, s][0]
+            sends, makes = runner(action.kind, action.microbatch, gives[action.stage], total)
             if (to := turn.sends) is not None:
                 if to.to == self.here:
                     self.runners[to.stage].receive(to.kind, to.microbatch, sends)
                 else:
                     mail.send(to, sends)
             for i, part in makes:
-                sums[i, action.stage].put(action.microbatch, part)
+                sums.put(i, action.stage, action.microbatch, [part])
             del sends, makes  # large; they would outlive the next action
         mail.close()
-        return [self.output(i, sums, ins[0].device) for i in range(len(self.made.outputs))]
+        return [sums.part(i, self.here, 0) for i in range(len(self.made.outputs))]
 
     def gives(self, ins: list[torch.Tensor], s: int) -> Callable[[int, int], torch.Tensor]:
         """The operands of a stage: its rows of stacks, other consts, and rows of a microbatch."""
@@ -166,19 +163,6 @@ class PipelineDevice:
             return ins[k][microbatch] if k < num_xs else consts[k - num_xs]
 
         return give
-
-    def output(
-        self, i: int, sums: Mapping[tuple[int, int], InOrder], device: torch.device
-    ) -> torch.Tensor:
-        """The part of an output, from what the stages here have added up or stacked."""
-        output, value = self.made.outputs[i], self.instr.outs[i]
-        totals = [
-            sums[i, s].total
-            for s in makers(output, len(self.instr.stages))
-            if s in self.runners and sums[i, s].total is not None
-        ]
-        zeros = torch.zeros((), dtype=value.dtype, device=device)
-        return joined(output, totals, zeros.expand(value.local_shape(self.mesh)))
 
 
 class _Mail:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from pfx.compiler.ir import Block, PipelineInstr, Stage, Value
-from pfx.compiler.pipeline.primitive import Output
 from pfx.mesh import Mesh
-from pfx.runtime.pipeline import InOrder, StageRunner, added, joined, makers
+from pfx.runtime.pipeline import StageRunner, Sums
 from pfx.schedules.order import play
 
 Parts = list[torch.Tensor]
@@ -41,20 +40,20 @@ class SimulatedPipeline:
 
     def __call__(self, ins: list[Parts]) -> list[Parts]:
         """Play one step."""
-        sums = {
-            (i, s): InOrder(_adder(output))
-            for i, output in enumerate(self.made.outputs)
-            for s in range(len(self.runners))
-        }
+        devices = range(self.mesh.shape[self.made.axis])
+        count = lambda value: self.mesh.count(self.varying(value))
+        sums = Sums(self.instr, devices, count, ins[0][0].device)
         gives = [self.gives(ins, s) for s in range(len(self.runners))]
         for action in self.actions:
             s, m = action.stage, action.microbatch
-            sends, makes = self.runners[s](action.kind, m, gives[s])
+            total = lambda i, s=s: sums.own[i, s]
+            sends, makes = self.runners[s](action.kind, m, gives[s], total)
             if sends:
                 to, kind = (s + 1, "F") if action.kind == "F" else (s - 1, "B")
                 self.runners[to].receive(kind, m, sends)
             for i, parts in makes:
-                sums[i, s].put(m, parts)
+                sums.put(i, s, m, parts)
+            del sends, makes  # large; they would outlive the next action
         return [self.output(i, sums) for i in range(len(self.made.outputs))]
 
     def operands_of(self, stage: Stage) -> Mapping[int, tuple[int, list[int]]]:
@@ -90,44 +89,10 @@ class SimulatedPipeline:
 
         return give
 
-    def output(self, i: int, sums: Mapping[tuple[int, int], InOrder]) -> Parts:
+    def output(self, i: int, sums: Sums) -> Parts:
         """The parts of an output, from what the stages have added up or stacked."""
-        output, value = self.made.outputs[i], self.instr.outs[i]
-        shape = value.local_shape(self.mesh)
-        totals = [sums[i, s].total for s in range(len(self.runners))]
-        some = next(total for total in totals if total is not None)[0]
-        zeros = (some if output.summed else some[0]).new_zeros((), dtype=value.dtype).expand(shape)
+        axes, inner = self.varying(self.instr.outs[i]), self.varying(self.instr.body.outputs[i])
         return [
-            self.part(i, output, place, totals, zeros)
-            for place in self.mesh.coordinates(self.varying(value))
+            sums.part(i, place[self.made.axis], self.mesh.index(place, inner))
+            for place in self.mesh.coordinates(axes)
         ]
-
-    def part(
-        self,
-        i: int,
-        output: Output,
-        place: Mapping[str, int],
-        totals: Sequence[Any],
-        zeros: torch.Tensor,
-    ) -> torch.Tensor:
-        """One device's part of an output; zeros where it makes none."""
-        device = place[self.made.axis]
-        mine = [
-            totals[s][self.mesh.index(place, self.varying(self.inner(i, s)))]
-            for s in makers(output, len(self.runners))
-            if self.instr.stages[s].device == device and totals[s] is not None
-        ]
-        return joined(output, mine, zeros)
-
-    def inner(self, i: int, s: int) -> Value:
-        """The value that is an output on a stage."""
-        phases = self.instr.stages[s].phases.values()
-        return next(v for phase in phases for k, v in phase.makes if k == i)
-
-
-def _adder(output: Output) -> Callable[[Any, Parts], Any]:
-    def add(totals: Any, parts: Parts) -> Any:
-        totals = totals or [None] * len(parts)
-        return [added(output, total, part) for total, part in zip(totals, parts, strict=True)]
-
-    return add

@@ -28,9 +28,11 @@ from pfx.compiler.ir import (
 from pfx.compiler.passes import bucket_collectives
 from pfx.compiler.pipeline.primitive import EACH, FIRST, LAST
 from pfx.compiler.reuse import reuse_buffers
+from pfx.compiler.stages.accumulate import add_in_loops
 from pfx.compiler.stages.cut import Piece, cut, split_loop
 from pfx.mesh import Deal, Mesh
 from pfx.schedules.action import Schedule
+from pfx.schedules.turns import in_turn
 
 aten = torch.ops.aten
 
@@ -54,6 +56,7 @@ def lay_out(instr: PipelineInstr, schedule: Schedule, bucket_bytes: int) -> Pipe
     """Give a pipeline its schedule and its stages."""
     shared: dict[Any, Stage] = {}
     stages = []
+    schedule = in_turn(schedule)
     for layers in layers_of(instr.made.axis, instr.made.layers, instr.body.mesh, schedule):
         # Only keys and other stacks that are no parameters tell two inner stages apart.
         builder = _Builder(instr, layers)
@@ -216,13 +219,10 @@ class _Builder:
 
     def split(self) -> list[Instr]:
         """The instructions with the backward loop split in two."""
-        out: list[Instr] = []
-        for instr in self.instrs:
-            if instr is self.loops[1]:
-                out.extend(split_loop(self.loops[1], self.count + 1))
-            else:
-                out.append(instr)
-        return out
+        chain, weights = split_loop(self.loops[1], self.count + 1)
+        self.count += len(chain.outs)
+        halves = [[chain, weights] if i is self.loops[1] else [i] for i in self.instrs]
+        return [instr for some in halves for instr in some]
 
     def made(self, *, forward: bool) -> list[tuple[int, Value]]:
         """The outputs of the pipeline that this stage makes, in one of its passes."""
@@ -245,15 +245,16 @@ class _Builder:
         bucket_bytes: int,
     ) -> Phase:
         """A piece as a block of its own."""
+        dtypes = {i: o.dtype for i, o in enumerate(self.instr.made.outputs) if o.summed}
+        instrs, makes, adds = add_in_loops(piece.instrs, makes, dtypes, self.fresh)
         outputs = {v.number: v for v in (*sends, *(v for _, v in makes), *piece.left)}
-        block = Block(
-            self.instr.body.mesh, list(piece.ins), list(outputs.values()), _own(piece.instrs)
-        )
+        inputs = [*piece.ins, *(v for _, v in adds)]
+        block = Block(self.instr.body.mesh, inputs, list(outputs.values()), _own(instrs))
         crossing = {v.number for v in (*piece.ins, *piece.left)}
         block.rows = frozenset(crossing & set(rows))
         bucket_collectives(block, bucket_bytes)
         reuse_buffers(block)
-        return Phase(block, tuple(sends), tuple(makes))
+        return Phase(block, tuple(sends), tuple(makes), tuple(adds))
 
 
 def _renamed(arg: Any, now: dict[int, Value]) -> Any:

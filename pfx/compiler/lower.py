@@ -82,7 +82,7 @@ def lower(
     asked_in = [*in_layouts, *captured]
     asked_out = list(out_layouts([node.meta["val"] for node in outputs_of(module.graph)]))
     layouts = [effective(layout, mesh) for layout in asked_in]
-    form_pipelines(module.graph, layouts, context.note)
+    form_pipelines(module.graph, layouts, context.rule, context.note)
     exact = [asked and effective(asked, mesh) for asked in asked_out]
     solution = propagate(module.graph, layouts, [None] * len(exact), exact, context)
     finals = [

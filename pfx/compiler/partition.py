@@ -233,9 +233,9 @@ class _Emitter:
         body_ins = [
             inner.new(p.meta["val"], layout) for p, layout in zip(places, layouts, strict=True)
         ]
-        body = inner.run(
-            body_ins, [replace(k, free=False, zero=False) for k in decision.body.outputs]
-        )
+        own = [self.mesh.ordered(tuple(axes_of(meta))) for meta in made.body.out_metas]
+        wanted = [replace(k, free=False, zero=False) for k in decision.body.outputs]
+        body = inner.run(body_ins, wanted, own)
         outs = tuple(
             self.new(fake, layout, role)
             for fake, layout, role in zip(

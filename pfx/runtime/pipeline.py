@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pfx.compiler.ir import Block, PipelineInstr, Stage, Value
-from pfx.compiler.pipeline.primitive import EACH, FIRST, Output
+from pfx.compiler.pipeline.primitive import EACH, FIRST, SHARE, Output
 
 Run = Callable[[list[Any]], list[Any]]
 Held = Any  # what a runtime holds of a value: its part, or a list of parts
@@ -129,7 +129,7 @@ class Sums:
 
 def _makers(output: Output, stages: int) -> range:
     """The stages that may make an output."""
-    if output.home == EACH:
+    if output.home in (EACH, SHARE):
         return range(stages)
     home = 0 if output.home == FIRST else stages - 1
     return range(home, home + 1)

@@ -14,7 +14,7 @@ import torch
 
 from pfx.lax.body import Body
 
-FIRST, LAST, EACH = "first", "last", "each"
+FIRST, LAST, EACH, SHARE = "first", "last", "each", "share"
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Output:
     """One result of a pipeline: on which stage a microbatch makes it, and what becomes of it.
 
     Attributes:
-        home: "first" or "last", the stage that makes it, or "each": every stage makes the rows of
-            its own layers.
+        home: "first" or "last", the stage that makes it; "each": every stage makes the rows of its
+            own layers; "share": every stage makes its layers' share of a sum.
         summed: added up over the microbatches; else the rows of a stack, one for each.
         forward: made by the forward pass.
         dtype: in which it is added up.

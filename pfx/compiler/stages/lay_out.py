@@ -26,7 +26,7 @@ from pfx.compiler.ir import (
     streams_of,
 )
 from pfx.compiler.passes import bucket_collectives
-from pfx.compiler.pipeline.primitive import EACH, FIRST, LAST
+from pfx.compiler.pipeline.primitive import EACH, FIRST, LAST, SHARE
 from pfx.compiler.reuse import reuse_buffers
 from pfx.compiler.stages.accumulate import add_in_loops
 from pfx.compiler.stages.cut import Piece, cut, split_loop
@@ -121,29 +121,31 @@ class _Builder:
         """An instruction as this stage runs it."""
         if isinstance(instr, LoopInstr) and instr.axis:
             return self.loop(instr)
-        new = lambda v: self.now.get(v.number, v) if isinstance(v, Value) else v
+        outs, pick = instr.outs, lambda value: self.now.get(value.number, value)
         if any(v.number in self.stacks for v in instr.ins):
             self.stacks |= {v.number for v in instr.outs if v is not None}
+            rank = max(len(v.shape) for v in instr.outs if v is not None)
             outs = tuple(v and self.own(v) for v in instr.outs)
-            rows = instr.outs[0].shape if instr.outs[0] is not None else ()
-            pick = lambda v: self.rows(v, rows) if isinstance(v, Value) else v
-            if isinstance(instr, Compute):
-                args = tuple(pick(a) for a in instr.args)
-                ins = tuple(dict.fromkeys(a for a in args if isinstance(a, Value)))
-                return replace(instr, args=args, ins=ins, outs=outs)
-            return replace(instr, ins=tuple(map(new, instr.ins)), outs=outs)  # type: ignore[arg-type]
-        if isinstance(instr, Compute):
-            return replace(
-                instr,
-                args=_renamed(instr.args, self.now),
-                kwargs=_renamed(dict(instr.kwargs), self.now),
-                ins=tuple(map(new, instr.ins)),
-            )
-        return replace(instr, ins=tuple(map(new, instr.ins)))
+            pick = lambda value: self.rows(value, rank)
+        ins = tuple(dict.fromkeys(map(pick, instr.ins)))
+        if not isinstance(instr, Compute):
+            return replace(instr, ins=ins, outs=outs)  # type: ignore[arg-type]
+        picked = {v.number: p for v, p in zip(instr.ins, map(pick, instr.ins), strict=True)}
+        shape = self.shape if outs is not instr.outs else lambda arg: arg
+        args, kwargs = _renamed(instr.args, picked), _renamed(dict(instr.kwargs), picked)
+        args = tuple(shape(arg) for arg in args)
+        return replace(instr, args=args, kwargs=kwargs, ins=ins, outs=outs)
 
-    def rows(self, value: Value, like: Sequence[int]) -> Value:
-        """This stage's rows of a value that goes along with a stack of shape `like`."""
-        whole = len(value.shape) == len(like) and value.shape[0] == self.instr.made.layers
+    def shape(self, arg: Any) -> Any:
+        """A shape that an op is told, with this stage's rows."""
+        sizes = isinstance(arg, (list, tuple)) and len(arg) and isinstance(arg[0], int)
+        if sizes and arg[0] == self.instr.made.layers:
+            return [len(self.layers), *arg[1:]]
+        return arg
+
+    def rows(self, value: Value, rank: int) -> Value:
+        """This stage's rows of a value that goes along with a stack of some rank."""
+        whole = len(value.shape) == rank and value.shape[0] == self.instr.made.layers
         if value.number in self.stacks or not whole or self.instr.made.layers == 1:
             return self.now.get(value.number, value)
         return self.select(value)
@@ -226,7 +228,8 @@ class _Builder:
 
     def made(self, *, forward: bool) -> list[tuple[int, Value]]:
         """The outputs of the pipeline that this stage makes, in one of its passes."""
-        here = {EACH: bool(len(self.layers)), FIRST: self.layers.first, LAST: self.layers.last}
+        some, first, last = bool(len(self.layers)), self.layers.first, self.layers.last
+        here = {EACH: some, SHARE: some, FIRST: first, LAST: last}
         alone = len(self.loops) == 1
         return [
             (i, value)

@@ -12,7 +12,7 @@ from pfx.lax.manual.transport import Groups
 from pfx.mesh import Coordinate
 from pfx.runtime.local import local_call
 from pfx.runtime.moves import prepare_collective, prepare_local
-from pfx.runtime.pipeline_device import Channels, PipelineDevice
+from pfx.runtime.pipeline_device import Channels, Pairs, PipelineDevice
 from pfx.runtime.reduction import Group
 from pfx.runtime.step import Step
 from pfx.spec import Axes
@@ -36,7 +36,7 @@ class Executor:
         group: Callable[[Axes, Groups], Group],
         *,
         deterministic: bool,
-        channels: Callable[[str], Channels] | None = None,
+        channels: Callable[[str, Pairs], Channels] | None = None,
     ) -> None:
         self.program, self.mesh = program, program.mesh
         self.coordinate, self.group, self.deterministic = coordinate, group, deterministic

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -13,6 +13,7 @@ from pfx.mesh import Mesh
 from pfx.runtime.pipeline import Run, StageRunner, Sums
 from pfx.runtime.turns import Message, messages, turns
 
+Pairs = Collection[tuple[int, int]]
 _ALIGNED = 16  # bytes: where a tensor of any dtype may begin
 
 
@@ -26,10 +27,6 @@ class UnderWay(Protocol):
 
 class Channels(Protocol):
     """How a device along an axis reaches the others; messages of one to another stay in order."""
-
-    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Make ready for messages from the first to the second of each pair."""
-        ...
 
     def send(self, tensor: torch.Tensor, to: int) -> UnderWay:
         """Begin to send a contiguous tensor."""
@@ -93,7 +90,8 @@ class PipelineDevice:
     Args:
         here: the device's coordinate along the pipeline's axis.
         prepare: makes the block of a phase callable.
-        channels: gives the device's channels along an axis.
+        channels: gives the device's channels along an axis, ready for messages from the first to the
+            second of each pair of devices.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class PipelineDevice:
         instr: PipelineInstr,
         here: int,
         prepare: Callable[[Block], Run],
-        channels: Callable[[str], Channels],
+        channels: Callable[[str, Pairs], Channels],
     ) -> None:
         assert instr.schedule is not None
         self.instr, self.made, self.mesh = instr, instr.made, instr.body.mesh
@@ -120,9 +118,7 @@ class PipelineDevice:
             for kind, values in stage.receives.items()
         }
         pairs = {(message.source, message.to) for message in messages(instr.schedule)}
-        self.channels = channels(self.made.axis) if pairs else None
-        if self.channels:
-            self.channels.connect(pairs)
+        self.channels = channels(self.made.axis, pairs)
 
     def __call__(self, ins: list[torch.Tensor]) -> list[torch.Tensor]:
         """Play one step."""
@@ -170,7 +166,7 @@ class _Mail:
 
     def __init__(
         self,
-        channels: Channels | None,
+        channels: Channels,
         forms: Mapping[tuple[int, str], Form],
         device: torch.device,
     ) -> None:

@@ -131,7 +131,7 @@ class _Prepared:
         )
         here, wait = runtime.ranks.coordinate(mesh), runtime.patience
         group = lambda axes, groups: group_of(mesh, axes, here, mesh.device, wait, groups)
-        channels = lambda axis: channels_of(mesh, axis, here, wait)
+        channels = lambda axis, pairs: channels_of(mesh, axis, here, wait, pairs)
         return Executor(
             self.program, here, group, deterministic=self.deterministic, channels=channels
         )

@@ -6,7 +6,7 @@ messages up and down the axis have groups, that is connections, of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -39,10 +39,10 @@ class ProcessMessage:
 class ProcessChannels:
     """One device's channels to the others along an axis, which are numbered by their coordinate."""
 
-    def __init__(self, here: int, up: Any, down: Any, device: str, name: str) -> None:
-        self.here, self.up, self.down, self.device, self.name = here, up, down, device, name
+    def __init__(self, here: int, handles: Sequence[Any], device: str, name: str) -> None:
+        self.here, self.handles, self.device, self.name = here, handles, device, name
 
-    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+    def connect(self, pairs: Collection[tuple[int, int]]) -> None:
         """Say hello from the first to the second of each pair; all devices name the same pairs.
 
         The first message between two NCCL processes waits for both. Here no device waits for one
@@ -74,16 +74,28 @@ class ProcessChannels:
         return ProcessMessage(work, tensor, handle, self._name(source, self.here))
 
     def _way(self, source: int, to: int) -> Any:
-        return self.up if source < to else self.down
+        return self.handles[source > to]
 
     def _name(self, source: int, to: int) -> str:
         return f"from {source} to {to} of {self.name}"
 
 
-def channels_of(mesh: Mesh, axis: str, coordinate: Coordinate, timeout: float) -> ProcessChannels:
-    """This process's channels along an axis; all devices along it must ask for them together."""
+def channels_of(
+    mesh: Mesh,
+    axis: str,
+    coordinate: Coordinate,
+    timeout: float,
+    pairs: Collection[tuple[int, int]],
+) -> ProcessChannels:
+    """This process's channels along an axis; all devices along it must ask for them together.
+
+    Args:
+        timeout: seconds that a message may take.
+        pairs: which device will send to which.
+    """
     members = tuple(mesh.index({**coordinate, **along}) for along in mesh.coordinates((axis,)))
-    up, down = (
-        handle_of(dist.group.WORLD, members, timeout, use) for use in (f"{axis} up", f"{axis} down")
-    )
-    return ProcessChannels(coordinate[axis], up, down, mesh.device, f"{axis} of {mesh}")
+    uses = (f"{axis} up", f"{axis} down") if pairs else ()
+    handles = [handle_of(dist.group.WORLD, members, timeout, use) for use in uses]
+    made = ProcessChannels(coordinate[axis], handles, mesh.device, f"{axis} of {mesh}")
+    made.connect(pairs)
+    return made

@@ -142,11 +142,14 @@ def _gathering(
     mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype, layout: Layout, timeout: float | None
 ) -> Callable[[list[Any]], list[Any]]:
     """A program that gathers a value on every rank."""
-    now = value = Value(0, shape, dtype, layout)
+    value = Value(0, shape, dtype, layout)
+    now = value
     instrs: list[Instr] = []
     numbers = itertools.count(1)
     for move in plan_moves(layout, replicated(len(shape))):
         instrs += emit_move(now, move, mesh, numbers.__next__, reason="device_get")
-        (now,) = instrs[-1].outs  # type: ignore[assignment]
+        (after,) = instrs[-1].outs
+        assert after is not None
+        now = after
     program = Program(mesh, [value], [now], instrs)
     return ProcessRuntime(mesh, timeout=timeout).prepare(program)

@@ -32,7 +32,7 @@ def _mover(
         lambda x: [x], [TensorMeta(shape, dtype, mesh.device)], [source], lambda _: [target], mesh
     )
     runtime = runtime_of(mesh)
-    run = runtime.prepare(lowered.program, check=False, deterministic=False)
+    run = runtime.prepare(lowered.program, check=False, deterministic=False, seed=None)
 
     def move(array: Array) -> Array:
         (parts,) = run([list(array.parts)])

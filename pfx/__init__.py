@@ -36,6 +36,7 @@ from pfx.lax import scan as scan
 from pfx.lax import vmap as vmap
 
 # Devices.
+from pfx.mesh import Deal as Deal
 from pfx.mesh import Mesh as Mesh
 from pfx.mesh import make_mesh as make_mesh
 

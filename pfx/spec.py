@@ -272,8 +272,7 @@ def layout_of(spec: Any, shape: Sequence[int], mesh: Mesh, where: str = "") -> L
     _check_axes(spec, entries, mesh, where)
     for dim, (size, axes) in enumerate(zip(shape, entries, strict=True)):
         if not mesh.splits(axes, size):
-            problem = _indivisible if size % mesh.count(axes) else _ill_dealt
-            raise ShardingError(problem(spec, dim, size, axes, mesh, where))
+            raise ShardingError(_unsplit(spec, dim, size, axes, mesh, where))
     return Layout(tuple(entries), mesh.ordered(spec.unreduced))
 
 
@@ -309,34 +308,24 @@ def _once(spec: P, axis: str) -> str:
     return "an axis can split one dim only."
 
 
-def _indivisible(spec: P, dim: int, size: int, axes: Axes, mesh: Mesh, where: str) -> str:
+def _unsplit(spec: P, dim: int, size: int, axes: Axes, mesh: Mesh, where: str) -> str:
     n = mesh.count(axes)
     named = " and ".join(f'"{axis}" (size {mesh.shape[axis]})' for axis in axes)
     below, above = size - size % n, size - size % n + n
     sizes = f"{below} or {above}" if below else f"{above}"
+    why = f"{size} % {n} = {size % n}: it is not evenly divisible."
+    fix = f"make dim {dim} a multiple of {n} ({sizes}), or drop {', '.join(map(repr, axes))} from"
+    if size % n == 0:
+        axis = next(axis for axis in axes if axis in dict(mesh.deals))
+        why = f"{axis!r} deals its rows as {mesh.rows(axis, size)}, not in equal blocks in order."
+        fix = f"leave {axis!r} alone on this dim, or drop it from"
     return message(
         where,
         "cannot be split.",
         f"{spec} puts dim {dim} (size {size}) on axis {named}.",
-        f"{size} % {n} = {size % n}: it is not evenly divisible.",
+        why,
         f"mesh: {mesh}",
-        fix=f"make dim {dim} a multiple of {n} ({sizes}), or drop "
-        f"{', '.join(map(repr, axes))} from this spec.",
-    )
-
-
-def _ill_dealt(spec: P, dim: int, size: int, axes: Axes, mesh: Mesh, where: str) -> str:
-    rows = {axis: mesh.rows(axis, size) for axis in axes if axis in dict(mesh.deals)}
-    return message(
-        where,
-        "cannot be split.",
-        f"{spec} puts dim {dim} (size {size}) on {' and '.join(map(repr, axes))}.",
-        *(
-            f"{axis!r} deals its rows as {held}, not in equal blocks in order"
-            for axis, held in rows.items()
-        ),
-        f"mesh: {mesh}",
-        fix=f"leave {next(iter(rows), axes[0])!r} alone on this dim, or drop it from this spec.",
+        fix=f"{fix} this spec.",
     )
 
 
@@ -368,13 +357,10 @@ def local_slices(
     """
     parts: list[slice | tuple[int, ...]] = []
     for n, axes in zip(shape, layout.dims, strict=True):
-        axis = mesh.dealt(axes, n)
-        if axis is not None:
-            parts.append(mesh.rows(axis, n)[coordinate[axis]])
-            continue
-        size = mesh.extent(axes, n)
+        axis, size = mesh.dealt(axes, n), mesh.extent(axes, n)
         start = mesh.index(coordinate, axes) * size
-        parts.append(slice(start, start + size))
+        equal = slice(start, start + size)
+        parts.append(equal if axis is None else mesh.rows(axis, n)[coordinate[axis]])
     return tuple(parts)
 
 
@@ -383,8 +369,7 @@ def part_of(
 ) -> torch.Tensor:
     """The part of a global tensor for the device at `coordinate`; a view, or the zeros of a sum.
 
-    Of a partial sum the first device along its axes has the value. Of a dealt dim it is a copy, with
-    zeros for padding.
+    Of a partial sum the first device has the value. Along a dealt dim it is a copy, padded with zeros.
     """
     part, full = tensor, local_shape(tensor.shape, layout, mesh)
     for dim, held in enumerate(local_slices(tensor.shape, layout, mesh, coordinate)):

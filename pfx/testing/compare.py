@@ -169,6 +169,8 @@ def mesh_call(mesh: Mesh) -> str:
     'pfx.make_mesh(x=2)'
     """
     words = [f"{name}={n}" for name, n in mesh.axes]
+    deals = ", ".join(f"{axis!r}: pfx.{deal!r}" for axis, deal in mesh.deals)
+    words += [f"deals={{{deals}}}"] if deals else []
     words += [f"kind={mesh.kind!r}"] if mesh.kind != "simulated" else []
     return f"pfx.make_mesh({', '.join(words)})"
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -21,7 +22,7 @@ from pfx import P, make_mesh
 from pfx.compiler.ir import Value
 from pfx.compiler.program import Program
 from pfx.errors import RuntimeMismatchError
-from pfx.mesh import Mesh
+from pfx.mesh import Deal, Mesh
 from pfx.plan import Plan
 from pfx.runtime import SimulatedRuntime
 from pfx.runtime.executor import Executor
@@ -38,7 +39,7 @@ CARRIED = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e
            torch.complex64)  # fmt: skip
 
 
-def meshes(**axes: int) -> tuple[Mesh, Mesh]:
+def meshes(**axes: Any) -> tuple[Mesh, Mesh]:
     """The same mesh twice: of processes, and simulated."""
     mesh = make_mesh(**axes)
     assert mesh.kind == "process"
@@ -151,7 +152,7 @@ def manual_moves() -> None:
 # Functions
 
 
-def assert_equal_runs(fn: Callable[..., Any], args: Sequence[Any], specs: Any, **axes: int) -> Any:
+def assert_equal_runs(fn: Callable[..., Any], args: Sequence[Any], specs: Any, **axes: Any) -> Any:
     """The same function on both meshes gives the same bits; returns the program."""
     mesh, simulated = meshes(**axes)
     run = pfx.jit(fn, mesh=mesh, in_specs=specs, deterministic=True)
@@ -255,6 +256,37 @@ def unreduced() -> None:
     assert [c.op for c in end.lower(acc).collectives()] == ["all_reduce"]
     assert same(pfx.device_get(end(acc)), 8 * x.sum(0))
     assert same(pfx.device_get(acc), 4 * x.sum(0))
+
+
+def dealt_rows() -> None:
+    """Rows that an axis deals unequally, or out of order, are put, moved, added and got."""
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> Any:
+        drawn = pfx.random.normal(pfx.random.key(0), x.shape)
+        rows = (1 / x + drawn).log().nan_to_num()
+        turned = y.cumsum(1) + x
+        return rows, rows.sum(), x.T @ y, turned, x[1], pfx.constrain(x * y, P(None, "a"))
+
+    for place in (range(SIZE), (*range(SIZE), *reversed(range(SIZE)))):
+        deals = {"a": Deal(tuple(place))}
+        mesh, _ = meshes(a=SIZE, deals=deals)
+        specs = (P("a"), P(None, "a"), P())
+        for dtype in (*DTYPES, *CARRIED):
+            x = torch.arange(7 * 12).reshape(7, 12).to(dtype)
+            for spec, other in itertools.permutations(specs, 2):
+                array = pfx.device_put(x, mesh, spec)
+                assert same(pfx.device_get(array), x), (dtype, spec)
+                assert same(pfx.device_get(pfx.device_put(array, mesh, other)), x), (dtype, other)
+        x = torch.arange(1, 7 * 12 + 1.0).reshape(7, 12)
+        y = x.flip(0) % 5 - 2
+        owed = pfx.device_put(x, mesh, P(unreduced="a"))
+        scattered = pfx.device_put(owed, mesh, P("a"))
+        assert same(pfx.device_get(owed), x) and same(pfx.device_get(scattered), x)
+        (shard,) = scattered.shards
+        rows = list(mesh.rows("a", 7)[RANK])
+        assert same(shard.data[: len(rows)], x[rows])
+        assert_equal_runs(fn, (x, y), (P("a"), P(None, "a")), a=SIZE, deals=deals)
+        assert_equal_runs(fn, (x, y), (P(None, "a"), P("a")), a=SIZE, deals=deals)
 
 
 def sharded_init() -> None:

@@ -125,8 +125,9 @@ PASS: dict[str, tuple[Callable[..., Any], Any]] = {  # nothing is gathered
     "elementwise": (lambda x, y: (x * y + 1).abs().log() / y, P("pp")),
     "softmax over another dim": (lambda x, y: x.softmax(1) * y, P("pp")),
     "a product of rows": (lambda x, y: x[:, :, None] @ y[:, None, :], P("pp")),
-    "an index into another dim": (lambda x, y: x.gather(1, (y > 0).long() - 2 * (x > 0).long() + 2), P("pp")),
-    "integers divided": (lambda x, y: (x * 9).long() // (1 + y.abs().long()), P("pp")),
+    "an index into another dim": (
+        lambda x, y: x.gather(1, (y > 0).long() + 7 - 7 * (x > 0).long()), P("pp")),
+    "integers divided": (lambda x, y: (x * 9).long() // (x > 0).long(), P("pp")),
     "sum": (lambda x, y: x.sum() + (x / y).sum(0).prod(), None),
     "scattered sum": (lambda x, y: x.t() @ y, P("pp")),
     "integer sum": (lambda x, y: ((x * 9).long() + 1).sum(), None),
@@ -136,7 +137,8 @@ PASS: dict[str, tuple[Callable[..., Any], Any]] = {  # nothing is gathered
     "norms": (lambda x, y: torch.linalg.vector_norm(x) + y.norm() + y.norm(p=3), None),
     "variance": (lambda x, y: (x.var(), y.std(0), x.logsumexp(0)), None),
     "a product that contracts rows": (lambda x, y: (x.T @ y, (x * y).sum(), x[:, 0] @ y), None),
-    "created": (lambda x, y: torch.ones_like(x) + torch.full(x.shape, 2.0) + x * torch.arange(len(x))[:, None], P("pp")),
+    "created": (lambda x, y: torch.ones_like(x) + torch.full(x.shape, 2.0)
+                + x * torch.arange(len(x))[:, None], P("pp")),
     "gradient": (lambda x, y: pfx.grad(lambda x: ((x * y).tanh().sum(0) ** 2).sum())(x), P("pp")),
     "normal": (lambda x, y: x + pfx.random.normal(pfx.random.key(1), x.shape, dtype=x.dtype), P("pp")),
     "keys of rows": (lambda x, y: x + pfx.vmap(lambda k: pfx.random.uniform(k, x.shape[1:]))(

@@ -166,7 +166,8 @@ def test_a_region_wants_equal_blocks_in_order() -> None:
 
 def test_a_region_is_compiled_for_the_deals_it_was_written_for() -> None:
     mesh = make_mesh(pp=2, deals={"pp": Deal((0, 1, 1, 0))})
-    double = pfx.shard_map(lambda x: x * 2, mesh=make_mesh(pp=2), in_specs=P("pp"), out_specs=P("pp"))  # fmt: skip
+    plain = make_mesh(pp=2)
+    double = pfx.shard_map(lambda x: x * 2, mesh=plain, in_specs=P("pp"), out_specs=P("pp"))
     with pytest.raises(ShardingError, match="one mesh for both"):
         pfx.jit(double, mesh=mesh)(torch.ones(8))
 

@@ -44,7 +44,7 @@ def device_put(value: Any, mesh: Mesh, specs: Any = None) -> Any:
 
     Args:
         value: pytree of torch tensors (the global values; on a process mesh the same on every rank)
-            or of Arrays, which are resharded.
+            or of Arrays, which are resharded (by way of the global value from another mesh).
         mesh: where to put them.
         specs: pytree of `P`, or a prefix of one; None replicates. Along an unreduced axis the first
             device gets the value and the others zeros.
@@ -65,6 +65,8 @@ def device_put(value: Any, mesh: Mesh, specs: Any = None) -> Any:
     out = []
     for (path, leaf), spec in zip(pairs, specs, strict=True):
         where = f"device_put: value{tree.path_string(path)}"
+        if isinstance(leaf, Array) and leaf.mesh != mesh:
+            spec, leaf = leaf.spec if spec is None else spec, device_get(leaf)
         if isinstance(leaf, Array):
             layout = layout_of(leaf.spec if spec is None else spec, leaf.shape, mesh, where)
             moved = resharded(leaf, layout)

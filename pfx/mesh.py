@@ -201,6 +201,9 @@ class Mesh:
     def extent(self, axes: Sequence[str], size: int) -> int:
         """The rows of a dim that a device has room for: as many as the one with most of them holds."""
         axis = self.dealt(axes, size)
+        assert axis or self.even(axes, size), (
+            f"{axes} do not split {size} rows: {self}, {self.deals}"
+        )
         return max(map(len, self.rows(axis, size))) if axis else size // self.count(axes)
 
     def positions(self, axis: str, size: int) -> tuple[int, ...]:

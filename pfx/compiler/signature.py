@@ -127,17 +127,25 @@ def meta_of(leaf: Any, mesh: Mesh, where: Callable[[], str]) -> TensorMeta:
 
 def _check_mesh(array: Array, mesh: Mesh, where: Callable[[], str]) -> None:
     # An abstract mesh reads nothing of an Array but its form and its layout.
-    if array.mesh == mesh or (mesh.kind == "abstract" and array.mesh.axes == mesh.axes):
+    same = (array.mesh.axes, array.mesh.deals) == (mesh.axes, mesh.deals)
+    if array.mesh == mesh or (mesh.kind == "abstract" and same):
         return
     raise ShardingError(
         message(
             where(),
             "lives on another mesh.",
-            f"it is on {array.mesh} ({array.mesh.kind}, {array.mesh.device}).",
-            f"mesh: {mesh} ({mesh.kind}, {mesh.device})",
+            f"it is on {_form(array.mesh)}.",
+            f"mesh: {_form(mesh)}",
             fix="pfx.device_put(pfx.device_get(x), mesh, specs)",
         )
     )
+
+
+def _form(mesh: Mesh) -> str:
+    deals = [
+        f"; {axis} deals to {deal.place} {deal.sizes or ''}".rstrip() for axis, deal in mesh.deals
+    ]
+    return f"{mesh} ({mesh.kind}, {mesh.device}{''.join(deals)})"
 
 
 def check_data(leaf: Any, where: str) -> None:

@@ -172,6 +172,20 @@ def test_a_region_is_compiled_for_the_deals_it_was_written_for() -> None:
         pfx.jit(double, mesh=mesh)(torch.ones(8))
 
 
+def test_arrays_go_from_one_deal_to_another_and_are_not_mixed() -> None:
+    plain = make_mesh(pp=2)
+    mesh = make_mesh(pp=2, deals={"pp": Deal((0, 1, 1, 0))})
+    x = torch.arange(8.0)
+    array = pfx.device_put(x, plain, P("pp"))
+    with pytest.raises(ShardingError, match="lives on another mesh") as error:
+        pfx.jit(lambda x: x, mesh=mesh)(array)
+    assert "pp deals to (0, 1, 1, 0)" in str(error.value)
+    moved = pfx.device_put(array, mesh)
+    assert moved.mesh == mesh and moved.spec == P("pp")
+    assert moved.shards[0].data.tolist() == [0, 1, 6, 7]
+    assert torch.equal(pfx.device_get(pfx.device_put(moved, plain)), x)
+
+
 def test_pictures_refuse_unequal_blocks() -> None:
     mesh = make_mesh(pp=2, deals={"pp": Deal((0, 1))})
     with pytest.raises(ShardingError, match="blocks of dim 0 that are not equal"):

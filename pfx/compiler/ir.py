@@ -23,13 +23,17 @@ from pfx.spec import Axes, Layout, local_bytes, local_shape
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """One tensor of a program: its number, global shape, dtype and layout."""
+    """One tensor of a program: its number, global shape, dtype and layout.
+
+    In the body of a pipeline, dim 0 of a `stack` counts the layers, of which each stage has its own.
+    """
 
     number: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Layout
     role: str = ""
+    stack: bool = False
 
     def __str__(self) -> str:
         return f"%{self.number}"

@@ -19,6 +19,7 @@ from pfx.compiler.deals import emit_move, neutralized, unaligned
 from pfx.compiler.ir import Compute, Instr, LoopInstr, PipelineInstr, Reshard, Value, values_in
 from pfx.compiler.loops import outputs_of, placeholders
 from pfx.compiler.manual import axes_of, move_of
+from pfx.compiler.origins import reason_of, roles_of, source_of
 from pfx.compiler.part_names import Name, after, names_of_results
 from pfx.compiler.pipeline.primitive import Pipeline
 from pfx.compiler.program import Program
@@ -142,7 +143,7 @@ class _Emitter:
 
     def call(self, node: Node, rule: Rule, decision: Choice) -> None:
         """Emit one local call."""
-        reason = _reason(node)
+        reason = reason_of(node)
         ready = [
             self.at(n, layout, node, reason)
             for n, layout in zip(operand_nodes(node), decision.operands, strict=True)
@@ -163,9 +164,11 @@ class _Emitter:
         outs = tuple(
             self.new(fake, layout, role, name) if isinstance(fake, torch.Tensor) else None
             for fake, layout, role, name in zip(
-                fakes, decision.results, _roles(node), names, strict=True
+                fakes, decision.results, roles_of(node), names, strict=True
             )
         )
+        if node.meta.get("stack"):
+            outs = tuple(out and replace(out, stack=True) for out in outs)
         ins = tuple(dict.fromkeys([*values_in(args), *values_in(kwargs)]))
         many = isinstance(node.meta["val"], (list, tuple))
         source = node.meta.get("source", "")
@@ -200,6 +203,8 @@ class _Emitter:
                 lead = ((),) if c <= i < c + x else ()
                 dims = (*lead, *(axes or () for axes in wish)) if wish else ((),) * len(layout.dims)
                 layout = Layout(dims)
+            if c <= i < c + x:
+                self.note_gathered_rows(node, operand)  # type: ignore[arg-type]
             ins.append(self.at(operand, layout, node, "an operand of the loop"))  # type: ignore[arg-type]
         metas = (*loop.body.in_metas[:c], *loop.body.out_metas[c:])
         own = [self.mesh.ordered(tuple(axes_of(meta))) for meta in metas]
@@ -211,13 +216,22 @@ class _Emitter:
         body = inner.run(body_ins, body_outs, own)
         outs = tuple(
             self.like(value, stack=loop.length if i >= c else 0, role=role)
-            for i, (value, role) in enumerate(zip(body.outputs, _roles(node), strict=True))
+            for i, (value, role) in enumerate(zip(body.outputs, roles_of(node), strict=True))
         )
         source, axis = node.meta.get("source", ""), node.meta.get("axis", "")
         self.instrs.append(
             LoopInstr(body, c, x, loop.length, loop.reverse, tuple(ins), outs, source, axis)
         )
         self.bind(node, outs)
+
+    def note_gathered_rows(self, node: Node, operand: Node) -> None:
+        """Report a scan over a dim that is split: it needs every row, everywhere."""
+        value = self.values.get(operand)
+        axes = [a for a in value.layout.dims[0] if a not in self.own(operand)] if value else []
+        if axes:
+            by = " and ".join(map(repr, axes))
+            line = f"the scan at {source_of(node)} runs over rows that {by} splits: all are gathered"
+            self.context.note(line)
 
     def pipeline(self, node: Node, decision: Choice) -> None:
         """Emit a pipeline as one microbatch on all stages at once; `lay_out` cuts it into stages."""
@@ -231,7 +245,8 @@ class _Emitter:
         layouts = list(decision.body.inputs)
         places = placeholders(made.body.module.graph)
         body_ins = [
-            inner.new(p.meta["val"], layout) for p, layout in zip(places, layouts, strict=True)
+            replace(inner.new(p.meta["val"], layout), stack=p.meta["stack"])
+            for p, layout in zip(places, layouts, strict=True)
         ]
         own = [self.mesh.ordered(tuple(axes_of(meta))) for meta in made.body.out_metas]
         wanted = [replace(k, free=False, zero=False) for k in decision.body.outputs]
@@ -239,7 +254,7 @@ class _Emitter:
         outs = tuple(
             self.new(fake, layout, role)
             for fake, layout, role in zip(
-                node.meta["val"], decision.results, _roles(node), strict=True
+                node.meta["val"], decision.results, roles_of(node), strict=True
             )
         )
         source = node.meta.get("source", "")
@@ -293,7 +308,7 @@ class _Emitter:
         name = after(made, Name.of(value.layout, self.own(operand)))
         out = self.new(node.meta["val"], decision.results[0], node.meta.get("role", ""), name)
         move = move_of(made, out.layout)
-        source, why = _source(node), f"{made.public_name} in shard_map"
+        source, why = source_of(node), f"{made.public_name} in shard_map"
         if source.startswith("grad of"):
             why = f"gradient: {why}"  # the transpose of another, or of a cast
         self.instrs.append(Reshard(move, (value,), (out,), source, why, (move,)))
@@ -353,7 +368,7 @@ class _Emitter:
         for step in plan_moves(value.layout, layout):
             key = (now.number, now.shape, step.layout)
             if key not in self.moved:
-                source = _source(reader)
+                source = source_of(reader)
                 made = emit_move(now, step, self.mesh, self.next_number, source, reason)
                 self.instrs += made
                 (self.moved[key],) = made[-1].outs  # type: ignore[assignment]
@@ -382,36 +397,3 @@ def _substitute(arg: Any, values: dict[Node, list[Value]]) -> Any:
     if isinstance(arg, dict):
         return {key: _substitute(item, values) for key, item in arg.items()}
     return arg
-
-
-def _roles(node: Node) -> list[str]:
-    """The labelled role of each result of a node."""
-    value = node.meta["val"]
-    if isinstance(value, torch.Tensor):
-        return [node.meta.get("role", "")]
-    roles = [""] * len(value)
-    for item in node.users:
-        roles[item.args[1]] = item.meta.get("role", "")  # type: ignore[index]
-    return roles
-
-
-def _reason(node: Node) -> str:
-    name = str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.")
-    return f"an operand of {name}"
-
-
-def _source(node: Node) -> str:
-    """The source line of a node; of a backward node, that of the nearest forward ancestor."""
-    line = node.meta.get("source")
-    if line:
-        return line
-    seen, queue = {node}, list(node.all_input_nodes)
-    while queue:
-        current = queue.pop(0)
-        if current.meta.get("source"):
-            return f"grad of {current.meta['source']}"
-        for parent in current.all_input_nodes:
-            if parent not in seen:
-                seen.add(parent)
-                queue.append(parent)
-    return ""

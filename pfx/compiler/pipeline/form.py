@@ -274,6 +274,7 @@ def _body(loop: Loop, axis: str, homes: Homes, terms: Sequence[Node]) -> Body:
     for node in homes.loops:
         node.meta["axis"] = axis
     for node in graph.nodes:
+        node.meta["stack"] = node in homes.stacks
         if isinstance(node.target, Constraint):
             node.target = _without(node.target, axis)
     metas = tuple(

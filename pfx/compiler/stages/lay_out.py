@@ -32,7 +32,7 @@ from pfx.compiler.stages.accumulate import add_in_loops
 from pfx.compiler.stages.cut import Piece, cut, split_loop
 from pfx.mesh import Deal, Mesh
 from pfx.schedules.action import Schedule
-from pfx.schedules.turns import in_turn
+from pfx.schedules.in_turn import in_turn
 
 aten = torch.ops.aten
 
@@ -95,10 +95,8 @@ class _Builder:
 
     def __post_init__(self) -> None:
         body = self.instr.body
-        num_xs = self.instr.made.num_xs
         self.count = max(v.number for v in _defined(body))
-        flags = (*(False for _ in range(num_xs)), *self.instr.made.stacks)
-        self.stacks = {v.number for v, s in zip(body.inputs, flags, strict=True) if s}
+        self.stacks = {v.number for v in body.inputs if v.stack}
         self.now: dict[int, Value] = {}  # values that are others on this stage
         self.inputs = [self.own(v) for v in body.inputs]
         for instr in body.instrs:
@@ -123,7 +121,7 @@ class _Builder:
             return self.loop(instr)
         outs, pick = instr.outs, lambda value: self.now.get(value.number, value)
         if any(v.number in self.stacks for v in instr.ins):
-            self.stacks |= {v.number for v in instr.outs if v is not None}
+            self.stacks |= {v.number for v in instr.outs if v is not None and v.stack}
             rank = max(len(v.shape) for v in instr.outs if v is not None)
             outs = tuple(v and self.own(v) for v in instr.outs)
             pick = lambda value: self.rows(value, rank)

@@ -230,7 +230,9 @@ class _Emitter:
         axes = [a for a in value.layout.dims[0] if a not in self.own(operand)] if value else []
         if axes:
             by = " and ".join(map(repr, axes))
-            line = f"the scan at {source_of(node)} runs over rows that {by} splits: all are gathered"
+            line = (
+                f"the scan at {source_of(node)} runs over rows that {by} splits: all are gathered"
+            )
             self.context.note(line)
 
     def pipeline(self, node: Node, decision: Choice) -> None:

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from pfx.compiler.ir import Block, Compute, Instr, LoopInstr, PipelineInstr, Reshard, last_uses
+from pfx.compiler.ir import Block, Compute, Instr, LoopInstr, PipelineInstr, Reshard
 from pfx.lax.manual.transport import Groups
 from pfx.mesh import Coordinate
-from pfx.runtime.local import local_call
+from pfx.runtime.generated import function_of
 from pfx.runtime.moves import prepare_collective, prepare_local
 from pfx.runtime.pipeline_device import Channels, Pairs, PipelineDevice
 from pfx.runtime.reduction import Group
-from pfx.runtime.step import Step
 from pfx.spec import Axes
 
 Run = Callable[[list[torch.Tensor]], list[torch.Tensor]]
@@ -41,33 +40,23 @@ class Executor:
         self.program, self.mesh = program, program.mesh
         self.coordinate, self.group, self.deterministic = coordinate, group, deterministic
         self.channels = channels
-        dead = last_uses(program.instrs, program.outputs)
-        self.steps = [
-            Step(
-                self.prepare(instr),
-                tuple(value.number for value in instr.ins),
-                tuple(-1 if value is None else value.number for value in instr.outs),
-                gone,
-            )
-            for instr, gone in zip(program.instrs, dead, strict=True)
-        ]
+        self.function = function_of(program, self.prepare, self.offset)
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run on the parts of every input; empties `inputs`, so that they can be freed."""
-        env = {value.number: part for value, part in zip(self.program.inputs, inputs, strict=True)}
-        inputs.clear()
-        for step in self.steps:
-            step(env)
-        return [env[value.number] for value in self.program.outputs]
+        return self.function(inputs)
+
+    def offset(self, instr: Compute) -> tuple[int, ...]:
+        """The global index at which this device's part of each split dim begins."""
+        return tuple(self.mesh.index(self.coordinate, axes) * n for axes, n in instr.offset)
 
     def prepare(self, instr: Instr) -> Run:
-        """Compile one instruction into a function from operand parts to result parts."""
-        if isinstance(instr, Compute):
-            return self.compute(instr)
+        """Compile what is no local call into a function from operand parts to result parts."""
         if isinstance(instr, LoopInstr):
             return self.loop(instr)
         if isinstance(instr, PipelineInstr):
             return self.pipeline(instr)
+        assert isinstance(instr, Reshard)
         return self.reshard(instr)
 
     def inner(self, block: Block) -> Executor:
@@ -79,14 +68,6 @@ class Executor:
             deterministic=self.deterministic,
             channels=self.channels,
         )
-
-    def compute(self, instr: Compute) -> Run:
-        """A local call, told where this device's part begins if it asks."""
-        call = local_call(instr)
-        offset = tuple(self.mesh.index(self.coordinate, axes) * n for axes, n in instr.offset)
-        if instr.many:
-            return lambda ins: list(call(ins, offset))
-        return lambda ins: [call(ins, offset)]
 
     def reshard(self, instr: Reshard) -> Run:
         """One collective for a whole bucket."""

@@ -79,29 +79,50 @@ class Plan:
 
     def _check_pipeline(self) -> None:
         """Build the schedule, so that what cannot be is an error of the plan."""
-        pipeline = self.pipeline
-        if isinstance(self.schedule, Schedule) and (
-            pipeline.num_devices != self.pp or pipeline.microbatches != self.microbatches
-        ):
+        if self.virtual is not None and (type(self.virtual) is not int or self.virtual < 1):
+            what = "must be an integer of at least 1, or None."
+            raise ShardingError(message(f"Plan: virtual={self.virtual!r}", what))
+        made = self.pipeline
+        wanted = (self.pp, self.microbatches, self.virtual or made.virtual)
+        if (made.num_devices, made.microbatches, made.virtual) != wanted:
             raise ShardingError(
                 message(
-                    f"Plan: schedule {pipeline.name!r}",
+                    f"Plan: schedule {made.name!r}",
                     "is for another pipeline.",
-                    f"schedule: {pipeline.num_devices} devices, {pipeline.microbatches} microbatches",
-                    f"plan: pp={self.pp}, microbatches={self.microbatches}",
-                    fix=f"Plan(pp={pipeline.num_devices}, microbatches={pipeline.microbatches})",
+                    f"schedule: {made.num_devices} devices with {made.virtual} stages each, "
+                    f"{made.microbatches} microbatches",
+                    f"plan: pp={wanted[0]}, virtual={wanted[2]}, microbatches={wanted[1]}",
+                    fix=f"Plan(pp={made.num_devices}, microbatches={made.microbatches}, "
+                    f"virtual={made.virtual})",
                 )
             )
-        if self.stage_layers is not None and (
-            len(self.stage_layers) != pipeline.stages or min(self.stage_layers) < 0
+        sizes = self.stage_layers
+        if sizes is not None and (
+            not isinstance(sizes, (tuple, list))
+            or not all(type(size) is int and size >= 0 for size in sizes)
+            or len(sizes) != made.stages
         ):
             raise ShardingError(
                 message(
-                    f"Plan: stage_layers={self.stage_layers}",
-                    f"does not say how many layers each of {pipeline.stages} stages has.",
-                    fix="one number for each stage, of at least 0, whose sum is the model's layers",
+                    f"Plan: stage_layers={sizes!r}",
+                    f"does not say how many layers each stage has; stages: {made.stages}",
+                    fix="a tuple with a number of at least 0 for each stage, in order",
                 )
             )
+
+    def _check_layers(self, where: str, names: Sequence[str], shape: Sequence[int]) -> None:
+        """Raise unless the stages hold as many layers as a stack has."""
+        for name, size in zip(names, shape, strict=True):
+            sizes = self.stage_layers
+            if name == STACK and self.pp > 1 and sizes is not None and sum(sizes) != size:
+                raise ShardingError(
+                    message(
+                        f"Plan: stage_layers={sizes}",
+                        f"do not hold the {size} layers of the model.",
+                        f"{' + '.join(map(str, sizes))} = {sum(sizes)}; {where} has {size} layers",
+                        fix=f"numbers whose sum is {size}, or None for equal ones",
+                    )
+                )
 
     def _check_axes(self) -> None:
         """Refuse what would silently split nothing: a name that mentions no axis of the plan."""
@@ -123,7 +144,8 @@ class Plan:
         """The plan's own mesh: pp where there is a pipeline, dp, tp, then any further axes."""
         pipeline = {PIPELINE: self.pp} if self.pp > 1 else {}
         axes = {**pipeline, DATA: self.dp, TENSOR: self.tp, **self.axes}
-        deals = {PIPELINE: Deal(self.pipeline.place, self.stage_layers or ())} if pipeline else None
+        sizes = tuple(self.stage_layers or ())
+        deals = {PIPELINE: Deal(self.pipeline.place, sizes)} if pipeline else None
         return make_mesh(kind=kind, device=device, deals=deals, **axes)
 
     @property
@@ -166,6 +188,7 @@ class Plan:
                         f"shape: {tuple(leaf.shape)}",
                     )
                 )
+            self._check_layers(where, text.split(), leaf.shape)
             note = lambda line, where=where: report.append(f"{where}: {line}")
             specs.append(spec_of_names(text, leaf.shape, self.logical_names, mesh, note))
         return tree.unflatten(treedef, specs)

@@ -91,13 +91,11 @@ def _find(
             raise NoPipelineError(f"{axis!r} splits the batch, so its devices need every layer")
     if any(scanned(n, maybe) != axis for n in loops):
         raise NoPipelineError("its layers are split over several axes")
-    if len(loops) > 2:
-        raise NoPipelineError(f"it scans layers {len(loops)} times, not forward and backward once")
     forward, backward = loops[0].target, loops[-1].target
-    if forward.reverse or (len(loops) == 2 and not backward.reverse):
-        raise NoPipelineError(
-            "it scans layers from the last to the first, not first to last and back"
-        )
+    if len(loops) > 2 or (len(loops) == 2 and not backward.reverse):
+        raise NoPipelineError(f"it scans layers {len(loops)} times, not forward and backward once")
+    if forward.reverse:
+        raise NoPipelineError("it scans layers from the last to the first")
     if forward.length != backward.length:
         raise NoPipelineError("it scans different numbers of layers forward and backward")
     # Inputs that are split alike but not scanned are ordinary operands.

@@ -48,6 +48,17 @@ def schedule_of(instr: PipelineInstr, wanted: str | Schedule | None, where: str)
                 fix=f'make_mesh(..., deals={{"{axis}": Deal({made.place})}})',
             )
         )
+    sizes = dict(mesh.deals)[axis].sizes if axis in dict(mesh.deals) else ()
+    if sizes and sum(sizes) != instr.made.layers:
+        raise ShardingError(
+            message(
+                f"{where.split(':')[0]}: stages",
+                f"of {sizes} layers do not hold the {instr.made.layers} layers that are scanned.",
+                f"{' + '.join(map(str, sizes))} = {sum(sizes)}; layers: {instr.made.layers}",
+                f"mesh: {mesh}",
+                fix=f"sizes whose sum is {instr.made.layers}, or none for equal ones",
+            )
+        )
     validate(made)
     if trains(instr) and not any(
         action.kind == "B" or action.kind == "I" for _, action in made.actions()

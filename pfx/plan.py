@@ -166,7 +166,8 @@ class Plan:
             STACK: PIPELINE if self.pp > 1 else None,
             **dict.fromkeys(("tokens", "embed", "head_dim", "qkv", "positions")),
         }  # fmt: skip
-        return {**usual, **self.names}
+        wanted = {**usual, **self.names}
+        return wanted if self.pp > 1 else {name: _unpiped(axes) for name, axes in wanted.items()}
 
     def compute_specs(self, axes: Any, shapes: Any, mesh: Mesh, report: list[str]) -> Any:
         """The spec each parameter is computed with: what its logical names say.
@@ -210,6 +211,13 @@ class Plan:
                 )
             out.append(spec if split is None else split)
         return tree.unflatten(treedef, out)
+
+
+def _unpiped(axes: Any) -> Any:
+    """Mesh axes without that of pipelines, which a mesh without one does not have."""
+    if axes is None or isinstance(axes, str):
+        return None if axes == PIPELINE else axes
+    return tuple(axis for axis in axes if axis != PIPELINE)
 
 
 def _is_spec(node: Any) -> bool:

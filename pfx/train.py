@@ -71,9 +71,10 @@ def make_train_step(
         metrics hold loss (the weighted mean), weight, grad_norm (before clipping) and lr.
     """
     mesh = plan.mesh() if mesh is None else mesh
-    if dict(mesh.shape) != dict(plan.mesh(kind="abstract").shape):
+    own = plan.mesh(kind="abstract")
+    if dict(mesh.shape) != dict(own.shape) or mesh.deals != own.deals:
         what = "is not the plan's."
-        planned = f"plan: {plan.mesh(kind='abstract')}"
+        planned = f"plan: {own}, {own.deals}" if own.deals else f"plan: {own}"
         fix = "mesh=plan.mesh(kind=..., device=...), or other sizes in the plan"
         raise ShardingError(message(f"make_train_step: mesh {mesh}", what, planned, fix=fix))
     return TrainStep(loss_fn, optimizer, plan, init, axes, mesh, donate, check, deterministic, seed)
@@ -187,7 +188,7 @@ class TrainStep:
                 names=self.plan.logical_names,
                 check=self.check,
                 deterministic=self.deterministic,
-                schedule=self.plan.pipeline,
+                schedule=self.plan.pipeline if self.plan.pp > 1 else None,
                 seed=self.seed,
             )
         return self._jitted[key]

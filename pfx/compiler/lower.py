@@ -11,6 +11,7 @@ import torch
 from pfx import _torch
 from pfx.compiler.batched import unmerge_batches
 from pfx.compiler.functional import check_pure
+from pfx.compiler.ir import PipelineInstr
 from pfx.compiler.loops import outputs_of, prune_loops, sink_constraints
 from pfx.compiler.manual import check_meshes, has_regions, settle
 from pfx.compiler.partition import partition
@@ -98,6 +99,10 @@ def lower(
     bucket_collectives(program, bucket_bytes)
     number_in_order(program)
     lay_out_pipelines(program, schedule, bucket_bytes, where)
+    if schedule is not None and not any(isinstance(i, PipelineInstr) for i in program.instrs):
+        program.report.append(
+            "schedule: no scan over layers became a pipeline, so nothing runs by it"
+        )
     program.donated = frozenset(
         value.number for value, given in zip(program.inputs, donated, strict=False) if given
     )

@@ -13,7 +13,16 @@ from typing import Any
 
 from pfx._torch import OpOverload
 from pfx.compiler.bill import Collective, bill_of
-from pfx.compiler.ir import Block, Instr, LoopInstr, PipelineInstr, Reshard, Stage
+from pfx.compiler.ir import (
+    Block,
+    Compute,
+    Instr,
+    LoopInstr,
+    PipelineInstr,
+    Reshard,
+    Stage,
+    values_in,
+)
 from pfx.compiler.memory import Memory, memory_of
 from pfx.compiler.reshard import Move
 from pfx.spec import dtype_name
@@ -179,6 +188,9 @@ def verify(program: Block) -> None:
     known = {value.number for value in program.inputs}
     for instr in program.instrs:
         assert all(v.number in known for v in instr.ins), f"undefined operand: {instr}"
+        if isinstance(instr, Compute):
+            told = {v.number for v in values_in([instr.args, dict(instr.kwargs)])}
+            assert told == {v.number for v in instr.ins}, f"reads what it does not list: {instr}"
         for out in instr.outs:
             assert out is None or out.number not in known, f"defined twice: {out}"
             known |= {out.number} if out is not None else set()

@@ -125,10 +125,10 @@ class _Builder:
             rank = max(len(v.shape) for v in instr.outs if v is not None)
             outs = tuple(v and self.own(v) for v in instr.outs)
             pick = lambda value: self.rows(value, rank)
-        ins = tuple(dict.fromkeys(map(pick, instr.ins)))
+        picked = {value.number: pick(value) for value in instr.ins}
+        ins = tuple(picked[value.number] for value in instr.ins)
         if not isinstance(instr, Compute):
             return replace(instr, ins=ins, outs=outs)  # type: ignore[arg-type]
-        picked = {v.number: p for v, p in zip(instr.ins, map(pick, instr.ins), strict=True)}
         shape = self.shape if outs is not instr.outs else lambda arg: arg
         args, kwargs = _renamed(instr.args, picked), _renamed(dict(instr.kwargs), picked)
         args = tuple(shape(arg) for arg in args)

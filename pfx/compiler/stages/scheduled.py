@@ -8,6 +8,7 @@ from pfx.compiler.ir import LoopInstr, PipelineInstr
 from pfx.errors import ShardingError, message
 from pfx.mesh import Mesh
 from pfx.schedules import Schedule, build, validate
+from pfx.schedules.build import virtual_stages
 
 
 def schedule_of(instr: PipelineInstr, wanted: str | Schedule | None, where: str) -> Schedule:
@@ -21,8 +22,9 @@ def schedule_of(instr: PipelineInstr, wanted: str | Schedule | None, where: str)
     place, devices = place_of(axis, mesh), mesh.shape[axis]
     made = wanted
     if not isinstance(made, Schedule):
-        virtual = len(place) // devices
-        name = made or ("1f1b" if virtual == 1 else "interleaved")
+        held = len(place) // devices
+        name = made or ("1f1b" if held == 1 else "interleaved")
+        virtual = virtual_stages(name) if virtual_stages(name) > 1 else held
         made = build(name, stages=devices, microbatches=instr.made.length, virtual=virtual)
     made = made.computations()
     if not trains(instr):

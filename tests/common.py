@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import pfx
 from models import gpt, llama
+from tests.sim import toy
 
 IGNORED = -100
 FAMILIES: Mapping[str, Any] = {"gpt": gpt, "llama": llama}
@@ -22,6 +23,8 @@ GPT = {"num_layers": 2, "embed_dim": 16, "num_heads": 4, "mlp_dim": 32, "vocab_s
        "max_seq_len": 8, "init_std": 0.2}  # fmt: skip
 LLAMA = {"num_layers": 2, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4,
          "mlp_dim": 32, "vocab_size": 50, "max_seq_len": 8, "init_std": 0.2}  # fmt: skip
+MODULES = {**FAMILIES, "toy": toy}
+SIZES: Mapping[str, Any] = {"gpt": GPT, "llama": LLAMA, "toy": {}}
 
 
 def optimizer_of(name: str, dtype: torch.dtype) -> pfx.optim.GradientTransformation:
@@ -53,21 +56,21 @@ class Case:
     @property
     def model(self) -> Any:
         """The config of the model."""
-        sizes = {"gpt": GPT, "llama": LLAMA}[self.family]
-        return FAMILIES[self.family].Config(**{**sizes, "dtype": self.dtype, **self.config})
+        sizes = {**SIZES[self.family], "dtype": self.dtype, **self.config}
+        return MODULES[self.family].Config(**sizes)
 
     @property
     def loss_fn(self) -> Any:
         """The loss of the model, by the loss contract."""
-        return FAMILIES[self.family].loss_fn(self.model)
+        return MODULES[self.family].loss_fn(self.model)
 
     def init(self, key: torch.Tensor) -> Any:
         """Draw the parameters."""
-        return FAMILIES[self.family].init(self.model, key)
+        return MODULES[self.family].init(self.model, key)
 
     def train(self, **options: Any) -> pfx.train.TrainStep:
         """The compiled step."""
-        axes = FAMILIES[self.family].axes(self.model)
+        axes = MODULES[self.family].axes(self.model)
         optimizer = optimizer_of(self.optimizer, self.dtype)
         plan = pfx.Plan(**self.plan)
         return pfx.make_train_step(

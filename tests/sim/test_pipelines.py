@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 import pfx
-from pfx.compiler.program import verify
 from tests.common import IGNORED, Case, assert_same_run, run, tolerance
 from tests.sim import toy
 from tests.sim.pipelines import pipelined
@@ -26,7 +25,6 @@ F32, F64 = torch.float32, torch.float64
 def assert_equality_law(case: Case, steps: int = 3, **options: Any) -> None:
     """Compare a run under the case's plan with the run on one device."""
     train = case.train(**options)
-    verify(train.lower(case.batch(0)))
     alone = train.on_one_device()
     assert_same_run(run(train, case, steps), run(alone, case, steps), tolerance(case.dtype))
 
@@ -40,7 +38,7 @@ def test_any_pipeline(case: Case) -> None:
 
 @pytest.mark.timeout(300)  # many compilations
 @hypothesis.given(pipelined("gpt", "llama", dtypes=(F64,)))
-@hypothesis.settings(max_examples=max(EXAMPLES // 4, 1))
+@hypothesis.settings(max_examples=max(EXAMPLES // 6, 1))
 def test_any_pipeline_of_a_model(case: Case) -> None:
     assert_equality_law(case)
 

@@ -25,6 +25,9 @@ from pfx.compiler.ir import (
 )
 from pfx.compiler.memory import Memory, memory_of
 from pfx.compiler.reshard import Move
+from pfx.compiler.work import Rates, predicted
+from pfx.errors import ShardingError, message
+from pfx.schedules import Timeline
 from pfx.spec import dtype_name
 
 
@@ -46,6 +49,51 @@ class Program(Block):
     def memory(self) -> Memory:
         """Peak bytes per device, by liveness, with what holds them at the peak."""
         return memory_of(self)
+
+    def pipelines(self) -> list[PipelineInstr]:
+        """The pipelines, with their schedules and stages, in order; a training step has one."""
+        return [instr for instr in self.instrs if isinstance(instr, PipelineInstr)]
+
+    def timeline(
+        self,
+        *,
+        pipeline: int = 0,
+        flops: float = 5e10,
+        bytes: float = 1e10,  # noqa: A002
+        call: float = 5e-6,
+        t_comm: float = 0.0,
+    ) -> Timeline:
+        """Predict when each device of a pipeline works on what, in seconds.
+
+        An action takes the time of what its stage computes in it, see `pfx.compiler.work`; so a
+        stage with more layers, or with the head, takes longer. The rates are about a CPU core's.
+
+        Args:
+            pipeline: which one of `pipelines`.
+            flops: floating-point operations of one device in a second.
+            bytes: bytes that it reads or writes in a second.
+            call: seconds that a call takes beside its work.
+            t_comm: seconds that an activation or a gradient takes to another device.
+
+        Raises:
+            ShardingError: the program has no such pipeline.
+        """
+        return predicted(self.pipeline(pipeline), Rates(flops, bytes, call), t_comm)
+
+    def pipeline(self, number: int = 0) -> PipelineInstr:
+        """Return one of `pipelines`; raise `ShardingError` if it has none of this number."""
+        found = self.pipelines()
+        if number < len(found):
+            return found[number]
+        raise ShardingError(
+            message(
+                "program:",
+                f"has no pipeline {number}." if found else "has no pipeline.",
+                f"mesh: {self.mesh}",
+                fix='Plan(pp=2, microbatches=4), or P("pp") on the layers of a scan inside a scan '
+                "over microbatches",
+            )
+        )
 
     @property
     def graph(self) -> list[Instr]:

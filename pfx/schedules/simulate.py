@@ -8,9 +8,9 @@ transfers hold up nobody else.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pfx.errors import message
 from pfx.schedules.action import COMPUTATIONS, Action, Schedule, ScheduleError
@@ -19,6 +19,9 @@ from pfx.schedules.validate import peak_activations, validate
 
 Time = float | Sequence[float]
 """One time for all stages, or one for each."""
+
+Times = Mapping[Action, float] | Callable[[Action], float]
+"""The time of each computation."""
 
 
 class Row(NamedTuple):
@@ -30,6 +33,9 @@ class Row(NamedTuple):
     end: float
 
 
+_SECONDS = ((0, "s"), (3, "ms"), (6, "us"))
+
+
 @dataclass(frozen=True)
 class Timeline:
     """Hold when each action of a schedule starts and ends.
@@ -38,11 +44,13 @@ class Timeline:
         schedule: what was simulated.
         start: for each device the start of each of its actions.
         end: likewise the ends. A send or a receive takes no time of its device.
+        unit: of the times: "s" for seconds, "" for a unit without a name.
     """
 
     schedule: Schedule
     start: tuple[tuple[float, ...], ...]
     end: tuple[tuple[float, ...], ...]
+    unit: Literal["", "s"] = ""
 
     def rows(self) -> tuple[Row, ...]:
         """Return a row ``(device, action, start, end)`` for each action, device by device."""
@@ -82,6 +90,13 @@ class Timeline:
         """The most activations that each device holds at once."""
         return peak_activations(self.schedule)
 
+    def time_text(self, digits: int) -> str:
+        """Return the makespan with so many digits; seconds as what is read best of s, ms and us."""
+        if not self.unit:
+            return f"{self.makespan:.{digits}g}"
+        power, name = next((p, n) for p, n in _SECONDS if self.makespan >= 10.0**-p or p == 6)
+        return f"{self.makespan * 10**power:.{min(digits, 3)}g} {name}"
+
     def text(self, *, width: int = 120) -> str:
         """Return a grid of characters: a line per device, time to the right, dots for idle time.
 
@@ -105,7 +120,7 @@ class Timeline:
             first, last = round(bar.start * scale), round(bar.end * scale)
             rows[bar.device][first:last] = _label(name, last - first)
         lines = [f"device {device}: {''.join(row).rstrip()}" for device, row in enumerate(rows)]
-        lines.append(f"makespan {self.makespan:.6g}, bubble {100 * self.bubble:.1f}%")
+        lines.append(f"makespan {self.time_text(6)}, bubble {100 * self.bubble:.1f}%")
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -113,7 +128,14 @@ class Timeline:
 
 
 def simulate(
-    schedule: Schedule, *, t_f: Time, t_b: Time, t_w: Time = 0.0, t_comm: float = 0.0
+    schedule: Schedule,
+    *,
+    t_f: Time | None = None,
+    t_b: Time | None = None,
+    t_w: Time = 0.0,
+    t_comm: float = 0.0,
+    times: Times | None = None,
+    unit: Literal["", "s"] = "",
 ) -> Timeline:
     """Time every action of a schedule, each at the earliest start that its needs allow.
 
@@ -127,18 +149,24 @@ def simulate(
         t_b: the time of the gradient of the input, likewise.
         t_w: the time of the gradient of the weights, likewise.
         t_comm: the time a value takes to another device.
+        times: instead of ``t_f``, ``t_b`` and ``t_w`` the time of each computation: a mapping from
+            `Action`, or a function of one.
+        unit: of all these times: "s" for seconds, "" for one without a name.
 
     Raises:
-        ScheduleError: the schedule cannot run, or a time is negative, not finite, or not one for
-            each stage.
+        TypeError: neither or both of ``times`` and ``t_f``, ``t_b`` are given.
+        ScheduleError: the schedule cannot run, or a time is missing, negative or not finite, or
+            not one for each stage.
 
     >>> from pfx.schedules.text import parse
     >>> timeline = simulate(parse("0F0 0F1 0B0 0B1\\n1F0 1B0 1F1 1B1"), t_f=1, t_b=1)
     >>> timeline.makespan, round(timeline.bubble, 4), timeline.peak_activations
     (6.0, 0.3333, (2, 1))
+    >>> simulate(timeline.schedule, times=lambda action: 1 + action.stage).makespan
+    9.0
     """
     validate(schedule)
-    costs = _costs(schedule, t_f, t_b, t_w)
+    costs = _costs(schedule, _given(schedule, t_f, t_b, t_w, times))
     (delay,) = _times("t_comm", t_comm, 1)
     clock = [0.0] * schedule.num_devices
     made: dict[Value, tuple[float, int]] = {}
@@ -150,16 +178,44 @@ def simulate(
             for time, maker in (made[need] for need in needs(action, schedule))
         ]
         begin = max([clock[device], *arrivals])
-        clock[device] = begin + costs.get((action.kind, action.stage), 0.0)
+        clock[device] = begin + costs.get(action, 0.0)
         made[value(action)] = clock[device], device
         start[device].append(begin)
         end[device].append(clock[device])
-    return Timeline(schedule, tuple(map(tuple, start)), tuple(map(tuple, end)))
+    return Timeline(schedule, tuple(map(tuple, start)), tuple(map(tuple, end)), unit)
 
 
-def _costs(schedule: Schedule, t_f: Time, t_b: Time, t_w: Time) -> dict[tuple[str, int], float]:
+def _given(
+    schedule: Schedule, t_f: Time | None, t_b: Time | None, t_w: Time, times: Times | None
+) -> Times:
+    """Return the times as they were given, or from those of the kinds."""
+    kinds = {"t_f": t_f, "t_b": t_b, "t_w": t_w or None}
+    if times is not None:
+        if extra := [name for name, time in kinds.items() if time is not None]:
+            what = f"got times and {', '.join(extra)}."
+            raise TypeError(message("simulate:", what, fix="give times alone, or t_f, t_b and t_w"))
+        return times
+    if t_f is None or t_b is None:
+        what = f"got no {'t_f' if t_f is None else 't_b'}."
+        raise TypeError(message("simulate:", what, fix="simulate(schedule, t_f=1, t_b=1, t_w=1)"))
+    table = _by_kind(schedule.stages, t_f, t_b, t_w)
+    return lambda action: table[action.kind, action.stage]
+
+
+def _costs(schedule: Schedule, times: Times) -> dict[Action, float]:
+    """Return the time of each computation."""
+    found: dict[Action, float] = {}
+    for _, action in schedule.computations().actions():
+        if isinstance(times, Mapping) and action not in times:
+            what, fix = f"has no time for {action}.", "give one for every computation"
+            raise ScheduleError(message("simulate: times", what, fix=fix))
+        time = times[action] if isinstance(times, Mapping) else times(action)
+        (found[action],) = _times(f"the time of {action}", time, 1)
+    return found
+
+
+def _by_kind(count: int, t_f: Time, t_b: Time, t_w: Time) -> dict[tuple[str, int], float]:
     """Return the time of each kind of computation of each stage."""
-    count = schedule.stages
     times = {"F": _times("t_f", t_f, count), "I": _times("t_b", t_b, count)}
     times["W"] = _times("t_w", t_w, count)
     times["B"] = tuple(i + w for i, w in zip(times["I"], times["W"], strict=True))

@@ -25,7 +25,7 @@ def chrome_trace(
     t_b: float = 1.0,
     t_w: float = 1.0,
     t_comm: float = 0.0,
-    scale: float = 1.0,
+    scale: float | None = None,
 ) -> str:
     """Write the run of a pipeline as Chrome trace events: a process per schedule, a thread a device.
 
@@ -33,22 +33,27 @@ def chrome_trace(
     the microbatch are its arguments.
 
     Args:
-        schedules: a `Schedule`, a `Timeline` (its own times), or a list of (name, either).
+        schedules: a `Schedule`, a `Timeline` (its own times), a `Program` (the times that
+            `Program.timeline` predicts), or a list of (name, one of them).
         path: the file to write as well, replaced if it exists.
-        t_f: the time of a forward of one microbatch through all stages of a device, which share it
-            equally; so schedules with and without virtual stages do the same work.
+        t_f: of a `Schedule`: the time of a forward of one microbatch through all stages of a
+            device, which share it equally; so schedules with and without virtual stages do the
+            same work.
         t_b: the time of the gradient of the inputs, likewise.
         t_w: the time of the gradient of the weights, likewise.
         t_comm: the time a value takes to another device.
-        scale: the microseconds that one unit of these times is: 1e6 if they are seconds.
+        scale: the microseconds that one unit of these times is; None: 1 for times without a unit,
+            1e6 for seconds, which those of a program and of a measured run are.
 
     Returns:
         The JSON text.
 
     Raises:
-        TypeError: it is neither, or times are given for what has its own.
+        TypeError: it is none of them, times are given for what has its own, or some are seconds
+            and others have no unit.
         ValueError: ``scale`` is not a positive number.
         ScheduleError: the schedule cannot run, or a time is negative or not finite.
+        ShardingError: the program has no pipeline.
 
     >>> import json
     >>> from pfx import schedules
@@ -60,12 +65,14 @@ def chrome_trace(
     Events" and "Metadata Events".
     """
     where = "viz.chrome_trace"
+    runs = named_timelines(where, schedules, Times(t_f, t_b, t_w, t_comm))
+    if scale is None:
+        scale = 1e6 if runs[0][1].unit else 1.0
     if not (isinstance(scale, int | float) and math.isfinite(scale) and scale > 0):
         fix = "scale=1e6 for times in seconds"
         raise ValueError(
             message(f"{where}:", f"scale={scale!r:.60} is no positive number.", fix=fix)
         )
-    runs = named_timelines(where, schedules, Times(t_f, t_b, t_w, t_comm))
     events = [
         event
         for pid, (name, run) in enumerate(runs)

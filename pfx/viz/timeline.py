@@ -34,21 +34,24 @@ def timeline_text(
     t_comm: float = 0.0,
     width: int = 120,
 ) -> str:
-    """Write a pipeline schedule as a grid: a line per device, time to the right, dots for idle.
+    """Write a pipeline's schedule or run as a grid: a line per device, time to the right, dots for idle.
 
     Args:
-        schedules: a `Schedule`, a `Timeline` (its own times), or a list of (name, either) to
-            compare.
-        t_f: the time of a forward of one microbatch through all stages of a device, which share it
-            equally; so schedules with and without virtual stages do the same work.
+        schedules: a `Schedule`, a `Timeline` (its own times), a `Program` (the times that
+            `Program.timeline` predicts), or a list of (name, one of them) to compare.
+        t_f: of a `Schedule`: the time of a forward of one microbatch through all stages of a
+            device, which share it equally; so schedules with and without virtual stages do the
+            same work.
         t_b: the time of the gradient of the inputs, likewise.
         t_w: the time of the gradient of the weights, likewise.
         t_comm: the time a value takes to another device.
         width: the most characters for the time of the longest run.
 
     Raises:
-        TypeError: it is neither, or times are given for what has its own.
+        TypeError: it is none of them, times are given for what has its own, or some are seconds
+            and others have no unit.
         ScheduleError: the schedule cannot run, or a time is negative or not finite.
+        ShardingError: the program has no pipeline.
 
     >>> from pfx import schedules
     >>> runs = [(n, schedules.build(n, stages=2, microbatches=2)) for n in ("gpipe", "zb-h1")]
@@ -66,7 +69,7 @@ def timeline_text(
     runs = named_timelines("viz.timeline_text", schedules, Times(t_f, t_b, t_w, t_comm))
     longest = max(_end(run) for _, run in runs) or 1.0
     grids = [run.text(width=round(width * _end(run) / longest)) for _, run in runs]
-    if isinstance(schedules, Run):
+    if isinstance(schedules, Run) and len(grids) == 1:
         return grids[0]
     return "\n\n".join(f"{name}\n{grid}" for (name, _), grid in zip(runs, grids, strict=True))
 
@@ -80,16 +83,17 @@ def timeline(
     t_comm: float = 0.0,
     ax: Any = None,
 ) -> Figure:
-    """Draw a pipeline schedule as a Gantt chart: a row per device, bubbles white.
+    """Draw a pipeline's schedule or run as a Gantt chart: a row per device, bubbles white.
 
     A box is the work of one stage on the microbatch whose number it shows, if there is room. Where
     a device holds several stages, the later ones are paler. Several schedules share one time axis.
 
     Args:
-        schedules: a `Schedule`, a `Timeline` (its own times), or a list of (name, either) to
-            compare.
-        t_f: the time of a forward of one microbatch through all stages of a device, which share it
-            equally; so schedules with and without virtual stages do the same work.
+        schedules: a `Schedule`, a `Timeline` (its own times), a `Program` (the times that
+            `Program.timeline` predicts), or a list of (name, one of them) to compare.
+        t_f: of a `Schedule`: the time of a forward of one microbatch through all stages of a
+            device, which share it equally; so schedules with and without virtual stages do the
+            same work.
         t_b: the time of the gradient of the inputs, likewise.
         t_w: the time of the gradient of the weights, likewise.
         t_comm: the time a value takes to another device.
@@ -99,8 +103,10 @@ def timeline(
         The `matplotlib.figure.Figure`, with one axes if it was made here.
 
     Raises:
-        TypeError: it is neither, times are given for what has its own, or ``ax`` is no axes.
+        TypeError: it is none of them, times are given for what has its own, some are seconds and
+            others have no unit, or ``ax`` is no axes.
         ScheduleError: the schedule cannot run, or a time is negative or not finite.
+        ShardingError: the program has no pipeline.
         ImportError: matplotlib is not installed.
 
     >>> from pfx import schedules
@@ -152,6 +158,7 @@ def _draw(ax: Any, runs: Sequence[tuple[str, Timeline]]) -> None:
         _add_numbers(ax, top, run)
     _add_legend(ax, [run for _, run in runs], rows)
     _finish(ax, [(top, run.schedule.num_devices) for top, (_, run) in zip(tops, runs, strict=True)])
+    _label_time(ax, runs[0][1].unit)
 
 
 def _summary(run: Timeline) -> str:
@@ -159,7 +166,7 @@ def _summary(run: Timeline) -> str:
     held = max(run.peak_activations, default=0) / max(run.schedule.virtual, 1)
     microbatches = "microbatch" if held == 1 else "microbatches"
     return (
-        f"makespan {run.makespan:.4g} · bubble {100 * run.bubble:.1f}% · "
+        f"makespan {run.time_text(4)} · bubble {100 * run.bubble:.1f}% · "
         f"activations of {held:.3g} {microbatches}"
     )
 
@@ -268,6 +275,12 @@ def _finish(ax: Any, groups: Sequence[tuple[float, int]]) -> None:
     ax.set_yticks([at for at, _ in rows], [f"device {device}" for _, device in rows])
     ax.tick_params(axis="y", length=0, labelsize=7, labelcolor=fig.INK)
     ax.tick_params(axis="x", labelsize=7)
-    ax.set_xlabel("time", fontsize=8)
     for side in ("top", "right", "left"):
         ax.spines[side].set_visible(False)
+
+
+def _label_time(ax: Any, unit: str) -> None:
+    """Name the time's unit; seconds are written in milliseconds."""
+    ax.set_xlabel("time (ms)" if unit else "time", fontsize=8)
+    if unit:
+        ax.xaxis.set_major_formatter(lambda seconds, _: f"{1000 * seconds:g}")

@@ -315,7 +315,7 @@ def test_what_is_no_schedule(name: str, runs: Any) -> None:
         CALLS[name](runs)
     build_one = '("1F1B", schedules.build("1f1b", stages=4, microbatches=8))'
     assert str(caught.value).splitlines() == [
-        f"viz.{name}: needs a Schedule or a Timeline, or a list of (name, either).",
+        f"viz.{name}: needs a Schedule, a Timeline or a Program, or a list of (name, one of them).",
         f"  got: {runs!r:.60}",
         f"  fix: viz.{name}([{build_one}])",
     ]

@@ -28,14 +28,15 @@ from pfx.compiler.signature import (
     name_of,
 )
 from pfx.errors import ShardingError, message
-from pfx.lax.body import trace_body
 from pfx.lax.constrain import constrain
+from pfx.lax.eval_shape import eval_shape as eval_shape
 from pfx.lax.region import current_region
 from pfx.mesh import Mesh
 from pfx.meta import TensorMeta
 from pfx.runtime import runtime_of
 from pfx.runtime.resharding import resharded
-from pfx.schedules import Schedule
+from pfx.runtime.timed import Log, Record, only_pipeline
+from pfx.schedules import Schedule, Timeline
 from pfx.spec import Layout, layout_of, replicated, spec_leaves
 
 
@@ -144,9 +145,29 @@ class Jitted:
         if _torch.is_transforming() or current_region() is not None:
             return self._inlined(args)
         compiled = self._compiled(args)
+        return self._run(compiled, compiled.run or self._prepared(compiled.program), args)
+
+    def timed(self, *args: Any) -> tuple[Any, Timeline]:
+        """Call, and measure the pipeline; a first call is slow, so time a later one.
+
+        On a simulated mesh actions run one by one. Each is measured, for all devices that share its
+        stage (dp, tp), and laid out as devices of their own would run it; transfers take no time.
+
+        Returns:
+            What calling it returns, and a `pfx.schedules.Timeline` in seconds.
+
+        Raises:
+            ShardingError: the program has no pipeline, or several.
+        """
+        compiled, runtime, log = self._compiled(args), runtime_of(self.mesh), Log()
+        only_pipeline(compiled.program)
+        outs = self._run(compiled, self._prepared(compiled.program, log.record), args)
+        return outs, runtime.timeline(compiled.program, log.spans)
+
+    def _run(
+        self, compiled: _Compiled, run: Callable[[list[Any]], list[Any]], args: tuple[Any, ...]
+    ) -> Any:
         runtime = runtime_of(self.mesh)
-        if compiled.run is None:
-            raise AssertionError("an abstract mesh has no runtime")
         leaves = tree.leaves(args)
         for leaf, name in zip(leaves, compiled.program.names, strict=False):
             check_data(leaf, f"{self.name}: {name}")
@@ -163,7 +184,7 @@ class Jitted:
                     ready[i] = [part.clone() for part in ready[i]]  # given twice
                 object.__setattr__(leaf, "parts", ())
         del leaves
-        outs = compiled.run(ready)
+        outs = run(ready)
         arrays = [
             Array(
                 v.shape,
@@ -270,16 +291,15 @@ class Jitted:
             raise ShardingError(
                 message(f"{self.name}: strict=True", "does not allow:", *program.report)
             )
-        run = None
-        if self.mesh.kind != "abstract":
-            run = runtime_of(self.mesh).prepare(
-                program,
-                check=self.options.get("check", False),
-                deterministic=self.options.get("deterministic", False),
-                seed=self.options.get("seed"),
-            )
+        run = None if self.mesh.kind == "abstract" else self._prepared(program)
         shared = tuple(shared_outputs(program))
         return _Compiled(lowered, run, tuple(layouts), out_defs[0], tuple(donated), shared)
+
+    def _prepared(
+        self, program: Program, record: Record | None = None
+    ) -> Callable[[list[Any]], list[Any]]:
+        options = {key: self.options[key] for key in ("check", "deterministic", "seed")}
+        return runtime_of(self.mesh).prepare(program, **options, record=record)
 
     def _lower(
         self,
@@ -379,24 +399,3 @@ def jit(
     options = {"strict": strict, "check": check, "deterministic": deterministic,
                "names": names, "rules": rules, "schedule": schedule, "seed": seed}  # fmt: skip
     return Jitted(fn, mesh, in_specs, out_specs, donate, options)
-
-
-def eval_shape(fn: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of a function as `ShapeDtype` leaves, computing and allocating nothing.
-
-    >>> eval_shape(lambda x: {"y": x @ x.T}, ShapeDtype((2, 3)))
-    {'y': ShapeDtype(shape=(2, 2), dtype=torch.float32)}
-    """
-    leaves, treedef = tree.flatten(args)
-    out_defs: list[tree.TreeDef] = []
-
-    def flat(*values: torch.Tensor) -> list[torch.Tensor]:
-        outs, out_def = tree.flatten(fn(*tree.unflatten(treedef, values)))
-        out_defs[:] = [out_def]
-        return [torch.as_tensor(out) for out in outs]
-
-    metas = [
-        TensorMeta.of(leaf if hasattr(leaf, "dtype") else torch.as_tensor(leaf)) for leaf in leaves
-    ]
-    outs = trace_body(flat, metas)[0].out_metas
-    return tree.unflatten(out_defs[0], [ShapeDtype(m.shape, m.dtype) for m in outs])

@@ -22,6 +22,7 @@ from pfx.errors import ShardingError, message
 from pfx.lax import constrain, label, scan
 from pfx.mesh import Mesh
 from pfx.plan import DATA, Plan
+from pfx.schedules import Timeline
 from pfx.spec import P
 
 LossFn = Callable[[Any, Any, Any], tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]
@@ -170,6 +171,19 @@ class TrainStep:
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Run one step; `batch` holds global tensors or Arrays, dim 0 the batch."""
         return self._compiled(batch)(state, batch)
+
+    def timed(
+        self, state: TrainState, batch: Any
+    ) -> tuple[tuple[TrainState, dict[str, Any]], Timeline]:
+        """Run one step and measure its pipeline; see `pfx.api.Jitted.timed`.
+
+        Returns:
+            What `step` returns, and a `pfx.schedules.Timeline` in seconds.
+
+        Raises:
+            ShardingError: the plan has no pipeline.
+        """
+        return self._compiled(batch).timed(state, batch)
 
     def lower(self, batch: Any) -> Program:
         """The program of a step for a batch of this form, from shapes alone."""

@@ -59,7 +59,7 @@ class Program(Block):
         *,
         pipeline: int = 0,
         flops: float = 5e10,
-        bytes: float = 1e10,  # noqa: A002
+        bytes: float = 1e10,
         call: float = 5e-6,
         t_comm: float = 0.0,
     ) -> Timeline:

@@ -12,6 +12,8 @@ from pfx.compiler.program import Program
 from pfx.errors import MeshError, message
 from pfx.mesh import Mesh
 from pfx.runtime.simulated import Simulated
+from pfx.runtime.timed import Record, Spans, as_if_parallel
+from pfx.schedules import Timeline
 from pfx.spec import Layout, distinct_coordinates, part_of
 
 Parts = list[torch.Tensor]
@@ -23,9 +25,23 @@ class Runtime(Protocol):
     coordinate: Mapping[str, int] | None
 
     def prepare(
-        self, program: Program, *, check: bool, deterministic: bool, seed: int | None
+        self,
+        program: Program,
+        *,
+        check: bool,
+        deterministic: bool,
+        seed: int | None,
+        record: Record | None = None,
     ) -> Callable[[list[Any]], list[Any]]:
-        """Make a program callable on the parts of its inputs."""
+        """Make a program callable on the parts of its inputs.
+
+        Args:
+            record: is told when each action of a pipeline started and ended, in seconds.
+        """
+        ...
+
+    def timeline(self, program: Program, spans: Spans) -> Timeline:
+        """The measured run of a program's pipeline, from what `record` was told."""
         ...
 
     def split(self, tensor: torch.Tensor, layout: Layout) -> Sequence[torch.Tensor]:
@@ -54,11 +70,16 @@ class SimulatedRuntime:
         check: bool = False,
         deterministic: bool = False,
         seed: int | None = None,
+        record: Record | None = None,
     ) -> Callable[[list[Any]], list[Any]]:
         """Make a program callable; the order of sums is always fixed here."""
         if not check:
-            return Simulated(program, seed=seed)
-        return _checked(program, seed)
+            return Simulated(program, seed=seed, record=record)
+        return _checked(program, seed, record)
+
+    def timeline(self, program: Program, spans: Spans) -> Timeline:
+        """The actions as devices of their own would run them; here they ran one by one."""
+        return as_if_parallel(program.pipeline(), spans)
 
     def split(self, tensor: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
         """The distinct parts, as tensors of their own."""
@@ -75,9 +96,11 @@ class SimulatedRuntime:
         return assemble(tuple(shape), dtype, layout, self.mesh, tuple(parts))
 
 
-def _checked(program: Program, seed: int | None) -> Callable[[list[Any]], list[Any]]:
+def _checked(
+    program: Program, seed: int | None, record: Record | None
+) -> Callable[[list[Any]], list[Any]]:
     """Run every device's copy, assert equal copies, and return the distinct ones."""
-    run = Simulated(program, check=True, seed=seed)
+    run = Simulated(program, check=True, seed=seed, record=record)
 
     def checked(inputs: list[Any]) -> list[Any]:
         copies = [

@@ -18,6 +18,7 @@ from pfx.lax.manual import transport
 from pfx.runtime.local import local_call
 from pfx.runtime.simulated_pipeline import SimulatedPipeline
 from pfx.runtime.step import Step
+from pfx.runtime.timed import Record
 
 Parts = list[torch.Tensor]
 
@@ -25,8 +26,15 @@ Parts = list[torch.Tensor]
 class Simulated:
     """An executable program: prepared once, called with the distinct parts of every input."""
 
-    def __init__(self, program: Block, *, check: bool = False, seed: int | None = None) -> None:
-        self.program, self.seed = program, seed
+    def __init__(
+        self,
+        program: Block,
+        *,
+        check: bool = False,
+        seed: int | None = None,
+        record: Record | None = None,
+    ) -> None:
+        self.program, self.seed, self.record = program, seed, record
         self.mesh = program.mesh
         self.check = check
         self.steps: list[Step] = []
@@ -86,7 +94,7 @@ class Simulated:
             return self.prepare_loop(instr)
         if isinstance(instr, PipelineInstr):
             inner = lambda block: type(self)(block, check=self.check)
-            return SimulatedPipeline(instr, inner, self.varying, self.seed)
+            return SimulatedPipeline(instr, inner, self.varying, self.seed, self.record)
         return self.prepare_reshard(instr)
 
     def verified(self, instr: Any) -> Callable[[list[Parts]], list[Parts]]:

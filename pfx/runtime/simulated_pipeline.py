@@ -10,6 +10,7 @@ import torch
 from pfx.compiler.ir import Block, PipelineInstr, Stage, Value
 from pfx.mesh import Mesh
 from pfx.runtime.pipeline import StageRunner, Sums
+from pfx.runtime.timed import Record, Watch
 from pfx.schedules.order import play
 
 Parts = list[torch.Tensor]
@@ -22,6 +23,7 @@ class SimulatedPipeline:
         prepare: makes the block of a phase callable on parts.
         varying: the axes along which the parts of a value are listed.
         seed: shuffles the order of what may run in any order; None: device by device.
+        record: is told when each action started and ended.
     """
 
     def __init__(
@@ -30,10 +32,12 @@ class SimulatedPipeline:
         prepare: Callable[[Block], Callable[[list[Any]], list[Any]]],
         varying: Callable[[Value], tuple[str, ...]],
         seed: int | None,
+        record: Record | None = None,
     ) -> None:
         assert instr.schedule is not None
         self.instr, self.made, self.varying = instr, instr.made, varying
         self.mesh: Mesh = instr.body.mesh
+        self.watch = Watch(record, self.mesh.device) if record else None
         self.actions = [action for _, action in play(instr.schedule.computations(), seed=seed)]
         self.runners = [StageRunner(stage, prepare) for stage in instr.stages]
         self.operands = [self.operands_of(stage) for stage in instr.stages]
@@ -47,12 +51,16 @@ class SimulatedPipeline:
         for action in self.actions:
             s, m = action.stage, action.microbatch
             total = lambda i, s=s: sums.own[i, s]
+            if self.watch:
+                self.watch.start()
             sends, makes = self.runners[s](action.kind, m, gives[s], total)
             if sends:
                 to, kind = (s + 1, "F") if action.kind == "F" else (s - 1, "B")
                 self.runners[to].receive(kind, m, sends)
             for i, parts in makes:
                 sums.put(i, s, m, parts)
+            if self.watch:
+                self.watch.stop(action)
             del sends, makes  # large; they would outlive the next action
         return [self.output(i, sums) for i in range(len(self.made.outputs))]
 

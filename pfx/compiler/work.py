@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from pfx._torch import OpOverload
 from pfx.compiler.flops import flops_of
+from pfx.compiler.in_place import add_product_to
 from pfx.compiler.ir import (
     Block,
     Compute,
@@ -124,6 +125,8 @@ def _of_call(instr: Compute, mesh: Mesh) -> Work:
 
 def _name(target: Any) -> str:
     """The name of an aten op without its overload; nothing for another function."""
+    if target is add_product_to:
+        return "addmm"
     return target._schema.name.removeprefix("aten::") if isinstance(target, OpOverload) else ""
 
 

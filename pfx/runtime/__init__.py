@@ -30,7 +30,7 @@ class Runtime(Protocol):
         *,
         check: bool,
         deterministic: bool,
-        seed: int | None,
+        seed: int | None = None,
         record: Record | None = None,
     ) -> Callable[[list[Any]], list[Any]]:
         """Make a program callable on the parts of its inputs.

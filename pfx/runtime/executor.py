@@ -14,6 +14,7 @@ from pfx.runtime.generated import function_of
 from pfx.runtime.moves import prepare_collective, prepare_local
 from pfx.runtime.pipeline_device import Channels, Pairs, PipelineDevice
 from pfx.runtime.reduction import Group
+from pfx.runtime.timed import Record
 from pfx.spec import Axes
 
 Run = Callable[[list[torch.Tensor]], list[torch.Tensor]]
@@ -26,6 +27,7 @@ class Executor:
         coordinate: of the device.
         group: its group along some axes.
         channels: its channels to the devices along an axis, for programs that have pipelines.
+        record: is told when each of its actions in a pipeline started and ended.
     """
 
     def __init__(
@@ -36,10 +38,11 @@ class Executor:
         *,
         deterministic: bool,
         channels: Callable[[str, Pairs], Channels] | None = None,
+        record: Record | None = None,
     ) -> None:
         self.program, self.mesh = program, program.mesh
         self.coordinate, self.group, self.deterministic = coordinate, group, deterministic
-        self.channels = channels
+        self.channels, self.record = channels, record
         self.function = function_of(program, self.prepare, self.offset)
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -109,7 +112,7 @@ class Executor:
         """This device's stages, and its messages to and from the others."""
         assert self.channels is not None
         here = self.coordinate[instr.made.axis]
-        return PipelineDevice(instr, here, self.inner, self.channels)
+        return PipelineDevice(instr, here, self.inner, self.channels, self.record)
 
 
 def _stack_of(row: torch.Tensor, length: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from pfx.compiler.ir import Block, PipelineInstr, Value
 from pfx.mesh import Mesh
 from pfx.runtime.pipeline import Run, StageRunner, Sums
+from pfx.runtime.timed import Record, Watch
 from pfx.runtime.turns import Message, messages, turns
 
 Pairs = Collection[tuple[int, int]]
@@ -92,6 +93,7 @@ class PipelineDevice:
         prepare: makes the block of a phase callable.
         channels: gives the device's channels along an axis, ready for messages from the first to the
             second of each pair of devices.
+        record: is told when each action started, with what it needs at hand, and ended.
     """
 
     def __init__(
@@ -100,11 +102,13 @@ class PipelineDevice:
         here: int,
         prepare: Callable[[Block], Run],
         channels: Callable[[str, Pairs], Channels],
+        record: Record | None = None,
     ) -> None:
         assert instr.schedule is not None
         self.instr, self.made, self.mesh = instr, instr.made, instr.body.mesh
         self.turns = turns(instr.schedule, here)
         self.here = here
+        self.watch = Watch(record, self.mesh.device) if record else None
         once = functools.cache(prepare)  # stages of one form share their blocks
         self.runners = {
             s: StageRunner(stage, once)
@@ -133,6 +137,8 @@ class PipelineDevice:
                 runner.receive(action.kind, action.microbatch, mail.take(turn.takes))
                 mail.forget(turn.arrived)
             total = lambda i, s=action.stage: sums.own[i, s][0]
+            if self.watch:
+                self.watch.start()
             sends, makes = runner(action.kind, action.microbatch, gives[action.stage], total)
             if (to := turn.sends) is not None:
                 if to.to == self.here:
@@ -141,6 +147,8 @@ class PipelineDevice:
                     mail.send(to, sends)
             for i, part in makes:
                 sums.put(i, action.stage, action.microbatch, [part])
+            if self.watch:
+                self.watch.stop(action)
             del sends, makes  # large; they would outlive the next action
         mail.close()
         return [sums.part(i, self.here, 0) for i in range(len(self.made.outputs))]

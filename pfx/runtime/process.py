@@ -24,6 +24,9 @@ from pfx.runtime.executor import Executor
 from pfx.runtime.fingerprint import agree
 from pfx.runtime.process_channels import channels_of
 from pfx.runtime.process_group import group_of
+from pfx.runtime.process_spans import shared_spans
+from pfx.runtime.timed import Record, Spans, as_it_was
+from pfx.schedules import Timeline
 from pfx.spec import Layout, part_of, replicated
 
 Parts = list[torch.Tensor]
@@ -56,6 +59,7 @@ class ProcessRuntime:
         check: bool = False,
         deterministic: bool = False,
         seed: int | None = None,
+        record: Record | None = None,
     ) -> Callable[[list[Any]], list[Any]]:
         """Make a program callable on lists of one part each.
 
@@ -72,7 +76,15 @@ class ProcessRuntime:
                     fix='drop check=True, or make_mesh(..., kind="simulated")',
                 )
             )
-        return _Prepared(self, program, deterministic=deterministic)
+        return _Prepared(self, program, record, deterministic=deterministic)
+
+    def timeline(self, program: Program, spans: Spans) -> Timeline:
+        """What each device along the pipeline's axis did when; every rank calls it and gets all."""
+        instr, patience = program.pipeline(), self.patience
+        store = process_start.start(self.mesh, self.ranks, self.timeout, patience)
+        here = self.ranks.coordinate(self.mesh)
+        everyone = shared_spans(store, self.mesh, instr.made.axis, here, spans, patience)
+        return as_it_was(instr, everyone)
 
     def split(self, tensor: torch.Tensor, layout: Layout) -> Parts:
         """This process's part of a global tensor, which is the same on every rank."""
@@ -96,8 +108,16 @@ class ProcessRuntime:
 class _Prepared:
     """A program that agrees with the other ranks on its first call, and then runs."""
 
-    def __init__(self, runtime: ProcessRuntime, program: Program, *, deterministic: bool) -> None:
+    def __init__(
+        self,
+        runtime: ProcessRuntime,
+        program: Program,
+        record: Record | None = None,
+        *,
+        deterministic: bool,
+    ) -> None:
         self.runtime, self.program, self.deterministic = runtime, program, deterministic
+        self.record = record
         self.executor: Executor | None = None
 
     def __call__(self, inputs: list[Parts]) -> list[Parts]:
@@ -115,7 +135,7 @@ class _Prepared:
         plans = [str(i.schedule) for i in self.program.instrs if isinstance(i, PipelineInstr)]
         shown = (
             f"mesh {mesh}{mesh.deals or ''}",
-            f"deterministic {self.deterministic}",
+            f"deterministic {self.deterministic}{', timed' if self.record else ''}",
             self.program.text(),
             *plans,
         )
@@ -133,7 +153,12 @@ class _Prepared:
         group = lambda axes, groups: group_of(mesh, axes, here, mesh.device, wait, groups)
         channels = lambda axis, pairs: channels_of(mesh, axis, here, wait, pairs)
         return Executor(
-            self.program, here, group, deterministic=self.deterministic, channels=channels
+            self.program,
+            here,
+            group,
+            deterministic=self.deterministic,
+            channels=channels,
+            record=self.record,
         )
 
 

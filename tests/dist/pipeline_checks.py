@@ -130,6 +130,33 @@ def evaluation() -> None:
     assert torch.equal(counts, want_counts)
 
 
+def a_measured_run() -> None:
+    """Every rank gets the same times of all devices; the step is what it was."""
+    plan = pfx.Plan(pp=2, dp=2, microbatches=4)
+    train, batch = step_of(plan, "process"), batches(1)[0]
+    key = pfx.random.key(0)
+    want, _ = train.step(train.init(key), batch)
+    (got, _), run = train.timed(train.init(key), batch)
+    for a, b in zip(
+        *(pfx.tree.leaves(pfx.device_get(state.params)) for state in (got, want)), strict=True
+    ):
+        assert torch.equal(a, b)
+    everyone: list[Any] = [None] * 4
+    torch.distributed.all_gather_object(everyone, run)
+    assert everyone == [run] * 4
+    assert (run.schedule, run.unit) == (plan.pipeline, "s")
+    assert min(row[0] for row in run.start) == 0
+    for starts, ends in zip(run.start, run.end, strict=True):
+        times = [t for span in zip(starts, ends, strict=True) for t in span]
+        assert times == sorted(times), "actions of one device overlap"
+    ends = {str(row.action): row.end for row in run.rows()}
+    for row in run.rows():  # to what a barrier can set clocks by, on a busy machine
+        stage, kind, microbatch = row.action.stage, row.action.kind, row.action.microbatch
+        need = f"{stage - 1 if kind == 'F' else stage + 1}{kind}{microbatch}"
+        assert row.start > ends.get(need, 0.0) - 0.5, row
+    assert all(end - start > 0 for _, _, start, end in run.rows())
+
+
 def other_order() -> None:
     """One rank takes the microbatches in another order: an error before anything could hang."""
     schedule = build("forward", stages=4, microbatches=5)

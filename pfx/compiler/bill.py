@@ -45,8 +45,8 @@ class _Row:
     bytes: Counter[int | None] = field(default_factory=Counter)
 
 
-def _busiest(counts: Counter[int | None]) -> int:
-    """The count of the device that has most."""
+def busiest(counts: Counter[int | None]) -> int:
+    """The count of the device that has most, from those of single devices and of all (None)."""
     return counts[None] + max((n for device, n in counts.items() if device is not None), default=0)
 
 
@@ -71,11 +71,11 @@ def bill_of(collectives: Sequence[Collective]) -> str:
         totals.setdefault(axes, Counter())[item.device] += item.bytes * item.count
     lines = [f"{'op':<15}{'axes':<8}{'tensors':>8}{'calls':>7}{'bytes a step':>16}  why"]
     for (op, axes, reason, source), row in sorted(
-        rows.items(), key=lambda kv: -_busiest(kv[1].bytes)
+        rows.items(), key=lambda kv: -busiest(kv[1].bytes)
     ):
         why = f"{reason}  {source}".rstrip()
-        tensors, calls, size = map(_busiest, (row.tensors, row.calls, row.bytes))
+        tensors, calls, size = map(busiest, (row.tensors, row.calls, row.bytes))
         lines.append(f"{op:<15}{axes:<8}{tensors:>8}{calls:>7}{size:>16,}  {why}")
     for axes, sizes in totals.items():
-        lines.append(f"{'total':<15}{axes:<8}{'':>15}{_busiest(sizes):>16,}")
+        lines.append(f"{'total':<15}{axes:<8}{'':>15}{busiest(sizes):>16,}")
     return "\n".join(lines)

@@ -131,7 +131,9 @@ def _name(target: Any) -> str:
 
 
 def _option(instr: Compute, name: str) -> Any:
-    """An argument of an op by name."""
+    """An argument of an op by name; None of one that is none, or has no such argument."""
+    if not isinstance(instr.target, OpOverload):
+        return None
     names = [argument.name for argument in instr.target._schema.arguments]
     given = dict(zip(names, instr.args, strict=False)) | dict(instr.kwargs)
     return given.get(name)

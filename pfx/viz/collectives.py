@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pfx.compiler.bill import busiest
 from pfx.compiler.program import Collective, Program
 from pfx.viz import figure as fig
 from pfx.viz.bars import stacked_bars
@@ -19,8 +22,26 @@ OPS = {
     "all_reduce": fig.LIGHT[2],
     "all_to_all": fig.LIGHT[3],
     "permute": fig.LIGHT[4],
+    "send": fig.LIGHT[5],
 }
 Key = tuple[str, str]  # op, axes
+
+
+@dataclass
+class _Sum:
+    """How many collectives and bytes: of all devices (None), and of single ones in a pipeline."""
+
+    counts: Counter[int | None] = field(default_factory=Counter)
+    sizes: Counter[int | None] = field(default_factory=Counter)
+
+    def add(self, c: Collective) -> None:
+        self.counts[c.device] += c.count
+        self.sizes[c.device] += c.count * c.bytes
+
+    @property
+    def busiest(self) -> tuple[int, int]:
+        """The number and the bytes, each of the device where it is largest."""
+        return busiest(self.counts), busiest(self.sizes)
 
 
 def collectives_text(programs: Programs) -> str:
@@ -29,7 +50,8 @@ def collectives_text(programs: Programs) -> str:
     One program gets a line for each collective with what it moves and why; equal lines are added.
     Several programs get a column each: how often an operation runs along an axis, and its bytes.
     Bytes are the payload on one device: the part that is reduced, or the whole that a gather
-    delivers. Loops are multiplied out.
+    delivers. Loops are multiplied out. Where the stages of a pipeline differ, each number is that of
+    the device for which it is largest.
 
     Args:
         programs: a `Program`, or a list of (name, program) to compare.
@@ -77,35 +99,37 @@ def _order(key: Key) -> tuple[int, Key]:
 
 def _sums(program: Program) -> dict[Key, tuple[int, int]]:
     """Number and bytes of the collectives by operation and axes."""
-    found: dict[Key, tuple[int, int]] = {}
+    found: dict[Key, _Sum] = {}
     for c in program.collectives():
-        count, size = found.get(_key(c), (0, 0))
-        found[_key(c)] = count + c.count, size + c.count * c.bytes
-    return found
+        found.setdefault(_key(c), _Sum()).add(c)
+    return {key: total.busiest for key, total in found.items()}
 
 
 def _details(program: Program) -> str:
-    lines: dict[tuple[str, ...], tuple[int, int]] = {}
+    lines: dict[tuple[str, ...], _Sum] = {}
     for c in program.collectives():
         why = ", ".join(filter(None, (c.reason, c.source)))
         what = f"{c.dtype}[{', '.join(map(str, c.shape))}]"
-        key = (*_key(c), what, why)
-        count, size = lines.get(key, (0, 0))
-        lines[key] = count + c.count, size + c.count * c.bytes
+        lines.setdefault((*_key(c), what, why), _Sum()).add(c)
     if not lines:
         return "no collectives"
     rows = [["op", "axis", "count", "bytes", "each", "why"]]
-    for (op, axes, what, why), (count, size) in lines.items():
+    for (op, axes, what, why), total in lines.items():
+        count, size = total.busiest
         rows.append([op, axes, str(count), bytes_text(size), what, why])
     return "\n".join([table(rows, "<<>><<"), _total(program)])
 
 
 def _total(program: Program) -> str:
-    found = program.collectives()
-    count, size = sum(c.count for c in found), sum(c.count * c.bytes for c in found)
-    messages = sum({c.bucket: c.count for c in found}.values())
-    sent = f"{messages} message" + ("s" if messages > 1 else "")
-    return f"{_calls(count)} in {sent}, {bytes_text(size)} a step and device"
+    total, messages = _Sum(), Counter[int | None]()
+    for c in program.collectives():
+        total.add(c)
+    buckets = {c.bucket: c for c in program.collectives()}
+    for c in buckets.values():
+        messages[c.device] += c.count
+    (count, size), sent = total.busiest, busiest(messages)
+    text = f"{sent} message" + ("s" if sent > 1 else "")
+    return f"{_calls(count)} in {text}, {bytes_text(size)} a step and device"
 
 
 def _calls(count: int) -> str:
@@ -114,6 +138,9 @@ def _calls(count: int) -> str:
 
 def collectives(programs: Programs) -> Figure:
     """Draw the bytes that a step communicates: one bar a program and axis, cut by operation.
+
+    Where the stages of a pipeline differ, the bytes of an operation are those of the device that
+    has most.
 
     Args:
         programs: a `Program`, or a list of (name, program) to compare.

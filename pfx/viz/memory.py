@@ -62,7 +62,7 @@ def memory(programs: Programs) -> Figure:
     """Draw the bytes that one device holds at the peak of a step: one bar a program, cut by role.
 
     Every device of a mesh runs the same program on parts of the same size, so one bar stands for
-    all of them.
+    all of them; but for the stages of a pipeline, of which it is the fullest device's.
 
     Args:
         programs: a `Program`, or a list of (name, program) to compare.

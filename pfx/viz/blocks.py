@@ -13,7 +13,7 @@ import torch
 from pfx.array import Array
 from pfx.errors import ShardingError, message
 from pfx.mesh import Mesh
-from pfx.spec import Layout, P, layout_of, local_slices
+from pfx.spec import Layout, P, layout_of
 
 MAX_BLOCKS = 256
 
@@ -45,10 +45,26 @@ class Placed:
         text = self.layout.text(self.shape, torch.bool)
         return text[text.index("[") :]
 
+    def cuts(self, dim: int) -> list[tuple[int, int, int]]:
+        """The blocks of a dim: begin, end, and the index along its axes of the devices that hold it.
+
+        >>> from pfx.mesh import Deal, make_mesh
+        >>> mesh = make_mesh(pp=2, deals={"pp": Deal((0, 1, 1, 0))})
+        >>> placed((6,), P("pp"), mesh, "").cuts(0)
+        [(0, 2, 0), (2, 4, 1), (4, 5, 1), (5, 6, 0)]
+        """
+        size, axes = self.shape[dim], self.layout.dims[dim]
+        axis = self.mesh.dealt(axes, size)
+        if axis is None:
+            n = self.mesh.count(axes)
+            return [(size // n * i, size // n * (i + 1), i) for i in range(n)]
+        found = zip(self.mesh.blocks(axis, size), self.mesh.deal(axis).place, strict=True)
+        return [(start, stop, device) for (start, stop), device in found if start < stop]
+
     @property
     def num_blocks(self) -> int:
         """How many different parts there are."""
-        return math.prod(self.mesh.count(axes) for axes in self.layout.dims)
+        return math.prod(len(self.cuts(dim)) for dim in range(len(self.shape)))
 
     @property
     def summary(self) -> str:
@@ -58,7 +74,7 @@ class Placed:
         >>> placed((8, 16), P("dp"), make_mesh(dp=2, tp=2), "").summary
         '2 blocks, each on 2 devices (copies along tp)'
         """
-        n, copies = self.num_blocks, self.mesh.size // self.num_blocks
+        n, copies = self.num_blocks, self.mesh.size // self.mesh.count(self.layout.axes)
         unused = [
             axis for axis, size in self.mesh.axes if axis not in self.layout.axes and size > 1
         ]
@@ -71,15 +87,16 @@ class Placed:
     def blocks(self) -> tuple[Block, ...]:
         """Every block, row-major, with the numbers of the devices that hold it."""
         held: dict[tuple[int, ...], list[int]] = {}
-        place = {}
         for device, coordinate in enumerate(self.mesh.coordinates()):
-            index = tuple(self.mesh.index(coordinate, axes) for axes in self.layout.dims)
-            held.setdefault(index, []).append(device)
-            place[index] = local_slices(self.shape, self.layout, self.mesh, coordinate)
-        return tuple(
-            Block(number, index, place[index], tuple(held[index]))
-            for number, index in enumerate(sorted(held))
-        )
+            place = tuple(self.mesh.index(coordinate, axes) for axes in self.layout.dims)
+            held.setdefault(place, []).append(device)
+        cuts = [list(enumerate(self.cuts(dim))) for dim in range(len(self.shape))]
+        found = []
+        for number, parts in enumerate(itertools.product(*cuts)):
+            slices = tuple(slice(start, stop) for _, (start, stop, _) in parts)
+            devices = held[tuple(place for _, (_, _, place) in parts)]
+            found.append(Block(number, tuple(i for i, _ in parts), slices, tuple(devices)))
+        return tuple(found)
 
     @property
     def shown_dims(self) -> tuple[int | None, int | None]:
@@ -139,8 +156,7 @@ def _range_text(part: slice) -> str:
 def _edges(tensor: Placed, dim: int | None) -> tuple[int, ...]:
     if dim is None:
         return (0, 1)
-    size, n = tensor.shape[dim], tensor.mesh.count(tensor.layout.dims[dim])
-    return tuple(size // n * i for i in range(n + 1))
+    return (0, *(stop for _, stop, _ in tensor.cuts(dim)))
 
 
 def placed(value: Any, spec: Any, mesh: Mesh | None, where: str) -> Placed:
@@ -163,17 +179,6 @@ def placed(value: Any, spec: Any, mesh: Mesh | None, where: str) -> Placed:
         tensor = Placed(value.shape, value.layout, value.mesh, value.dtype)
     else:
         tensor = _from_shape(value, spec, mesh, where)
-    for dim, (size, axes) in enumerate(zip(tensor.shape, tensor.layout.dims, strict=True)):
-        axis = tensor.mesh.dealt(axes, size)
-        if axis is not None:
-            raise ShardingError(
-                message(
-                    f"{where}: {tensor.type}",
-                    f"has blocks of dim {dim} that are not equal, or not in order.",
-                    f"{axis!r} deals its rows as {tensor.mesh.rows(axis, size)}",
-                    fix=f"draw it with a size of dim {dim} that {axis!r} splits equally",
-                )
-            )
     if tensor.num_blocks > MAX_BLOCKS:
         raise ShardingError(
             message(

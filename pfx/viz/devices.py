@@ -28,13 +28,16 @@ TITLE = 0.24  # inches of the title of a row
 HEAD, FOOT, GAP = 0.42, 0.26, 0.12  # inches above, below and between the tensors of a panel
 
 
+Corners = tuple[int, float, float, float, float]  # number of a block, x, y, w, h
+
+
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor of the tree: its short name, its array and the block each device holds."""
+    """A tensor of the tree: its short name, its array and the blocks that each device holds."""
 
     name: str
     array: Array
-    corners: tuple[tuple[int, float, float, float, float], ...]  # number, x, y, w, h by device
+    corners: tuple[tuple[Corners, ...], ...]  # of its blocks, by device
 
 
 @dataclass(frozen=True)
@@ -191,16 +194,17 @@ def _wrapped(row: _Row) -> list[_Row]:
     return [_Row(row.title if i == 0 else "", line) for i, line in enumerate(lines)]
 
 
-def _corners(array: Array) -> tuple[tuple[int, float, float, float, float], ...]:
-    """The block of each device within a unit square, over the two dims that are drawn."""
+def _corners(array: Array) -> tuple[tuple[Corners, ...], ...]:
+    """The blocks of each device within a unit square, over the two dims that are drawn."""
     tensor = Placed(array.shape, array.layout, array.mesh, array.dtype)
     row, col = tensor.shown_dims
-    found = {}
+    found: list[list[Corners]] = [[] for _ in range(array.mesh.size)]
     for block in tensor.blocks:
         y, height = _span(array, block.slices, row)
         x, width = _span(array, block.slices, col)
-        found |= dict.fromkeys(block.devices, (block.number, x, y, width, height))
-    return tuple(found[device] for device in range(array.mesh.size))
+        for device in block.devices:
+            found[device].append((block.number, x, y, width, height))
+    return tuple(map(tuple, found))
 
 
 def _span(array: Array, slices: Sequence[slice], dim: int | None) -> tuple[float, float]:
@@ -250,12 +254,14 @@ def _draw_tensor(axes: Any, left: float, top: float, tensor: _Tensor, device: in
     size = tuple(1 if dim is None else tensor.array.shape[dim] for dim in (col, row))
     width, height = (0.16, 0.16) if col is None else fig.rectangle((size[0], size[1]), TENSOR, 0.16)
     x0, y0 = left, top + (TENSOR - height) / 2
-    blocks = max(number for number, *_ in tensor.corners) + 1
-    number, x, y, w, h = tensor.corners[device]
+    blocks = max(number for corners in tensor.corners for number, *_ in corners) + 1
+    colours = fig.shard_colours(blocks)
     axes.add_patch(Rectangle((x0, y0), width, height, facecolor="white", edgecolor="none"))
-    colour = fig.shard_colours(blocks)[number]
-    part = (x0 + x * width, y0 + y * height)
-    axes.add_patch(Rectangle(part, w * width, h * height, facecolor=colour, edgecolor="none"))
+    for number, x, y, w, h in tensor.corners[device]:
+        part = (x0 + x * width, y0 + y * height)
+        axes.add_patch(
+            Rectangle(part, w * width, h * height, facecolor=colours[number], edgecolor="none")
+        )
     axes.add_patch(
         Rectangle((x0, y0), width, height, fill=False, edgecolor=fig.EDGE, linewidth=0.7)
     )

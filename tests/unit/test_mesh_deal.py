@@ -184,9 +184,3 @@ def test_arrays_go_from_one_deal_to_another_and_are_not_mixed() -> None:
     assert moved.mesh == mesh and moved.spec == P("pp")
     assert moved.shards[0].data.tolist() == [0, 1, 6, 7]
     assert torch.equal(pfx.device_get(pfx.device_put(moved, plain)), x)
-
-
-def test_pictures_refuse_unequal_blocks() -> None:
-    mesh = make_mesh(pp=2, deals={"pp": Deal((0, 1))})
-    with pytest.raises(ShardingError, match="blocks of dim 0 that are not equal"):
-        pfx.viz.placement_text((7,), P("pp"), mesh)

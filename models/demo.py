@@ -2,6 +2,7 @@
 
     python models/demo.py                                        # dp=4 x tp=2, all in this process
     python models/demo.py --tp 4 --dp 2 --zero 1                 # another plan, the same losses
+    python models/demo.py --tp 1 --pp 2 --schedule zb-h1         # a pipeline, the same losses
     torchrun --nproc-per-node 2 models/demo.py --dp 2 --tp 1     # real processes, the same losses
 
 The text is the Python standard library's own documentation, or any file given with ``--text``. At the
@@ -44,9 +45,14 @@ class Args:
     lr: float = 1.5e-3
     dp: int = 4
     tp: int = 2
-    zero: int = 3
+    pp: int = 1
+    schedule: str = "1f1b"
+    """Of a pipeline: a name of `pfx.schedules.build`."""
+    zero: int | None = None
+    """None: 3, and 1 with a pipeline."""
     sequence_parallel: bool = True
-    microbatches: int = 1
+    microbatches: int | None = None
+    """None: as many as pipeline stages."""
     compare_steps: int = 20
     """How many steps are repeated on one device and compared."""
     sample: int = 300
@@ -90,7 +96,9 @@ def build(args: Args) -> tuple[gpt.Config, pfx.TrainStep]:
         pfx.optim.adamw(schedule, b2=0.95, weight_decay=0.1, mask=decayed),
     )
     plan = pfx.Plan(
-        dp=args.dp, tp=args.tp, zero=args.zero, microbatches=args.microbatches,
+        dp=args.dp, tp=args.tp, pp=args.pp, schedule=args.schedule,
+        zero=(3 if args.pp == 1 else 1) if args.zero is None else args.zero,
+        microbatches=args.microbatches or args.pp,
         sequence_parallel=args.sequence_parallel and args.tp > 1,
     )  # fmt: skip
     train = pfx.make_train_step(
@@ -184,6 +192,9 @@ def main(args: Args) -> None:
     console.print(program.bill())
     console.print("\n[bold]Memory of one device[/bold]")
     console.print(str(program.memory()))
+    if program.pipelines():
+        console.print(f"\n[bold]Who works when[/bold] (predicted, {train.plan.schedule})")
+        console.print(pfx.viz.timeline_text(program))
     if written:
         console.print("\n[bold]What it writes[/bold]")
         console.print(written.decode(errors="replace"), markup=False)

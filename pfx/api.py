@@ -34,7 +34,7 @@ from pfx.lax.region import current_region
 from pfx.mesh import Mesh
 from pfx.meta import TensorMeta
 from pfx.runtime import runtime_of
-from pfx.runtime.resharding import resharded
+from pfx.runtime.resharding import parts_of, resharded
 from pfx.runtime.timed import Log, Record, only_pipeline
 from pfx.schedules import Schedule, Timeline
 from pfx.spec import Layout, layout_of, replicated, spec_leaves
@@ -172,7 +172,7 @@ class Jitted:
         for leaf, name in zip(leaves, compiled.program.names, strict=False):
             check_data(leaf, f"{self.name}: {name}")
         ready = [
-            self._parts(leaf, layout, donated)
+            parts_of(leaf, self.mesh, layout, keep=donated)
             for leaf, layout, donated in zip(
                 leaves, compiled.layouts, compiled.donated, strict=True
             )
@@ -229,42 +229,43 @@ class Jitted:
         layout_of(spec, leaf.shape, self.mesh, where)
         return constrain(leaf, spec)
 
-    def _parts(self, leaf: Any, layout: Layout, donated: bool) -> list[torch.Tensor]:  # noqa: FBT001
-        if isinstance(leaf, Array):
-            return list(resharded(leaf, layout).parts)
-        leaf = torch.as_tensor(leaf)
-        # A donated tensor stays the caller's: only an Array can be given away.
-        return list(runtime_of(self.mesh).split(leaf.clone() if donated else leaf, layout))
-
     def _compiled(self, args: tuple[Any, ...]) -> _Compiled:
         pairs, treedef = tree.flatten_with_path(args)
-        metas = [
-            meta_of(leaf, self.mesh, functools.partial(self._arg_name, path))
-            for path, leaf in pairs
-        ]
+        name = lambda path: functools.partial(self._arg_name, path)
+        metas = [meta_of(leaf, self.mesh, name(path)) for path, leaf in pairs]
         own = [leaf.layout if isinstance(leaf, Array) else None for _, leaf in pairs]
-        key = (treedef, tuple((m.shape, m.dtype) for m in metas), tuple(own))
+        form = treedef, tuple((m.shape, m.dtype) for m in metas)
+        key = (*form, tuple(own))
         if key not in self.cache:
-            self.cache[key] = self._compile(args, pairs, treedef, metas, own)
+            layouts = self._layouts(args, [path for path, _ in pairs], metas, own)
+            same = (*form, layouts)  # a spec says more than the layout that an Array has
+            if same not in self.cache:
+                self.cache[same] = self._compile(pairs, treedef, metas, layouts)
+            self.cache[key] = self.cache[same]
         return self.cache[key]
+
+    def _layouts(
+        self, args: tuple[Any, ...], paths: Sequence[tree.Path], metas: Any, own: Any
+    ) -> tuple[Layout, ...]:
+        """Where each argument has to be: as its spec says, or else where it is."""
+        check_call(args, self.in_specs, self.donate, self.name)
+        return tuple(
+            held
+            if spec is None and held is not None
+            else layout_of(spec, meta.shape, self.mesh, self._arg_name(path))
+            for path, spec, meta, held in zip(
+                paths, self._in_spec_leaves(args), metas, own, strict=True
+            )
+        )
 
     def _compile(
         self,
-        args: tuple[Any, ...],
         pairs: Sequence[tuple[tree.Path, Any]],
         treedef: tree.TreeDef,
         metas: Sequence[TensorMeta],
-        own: Sequence[Layout | None],
+        layouts: tuple[Layout, ...],
     ) -> _Compiled:
-        check_call(args, self.in_specs, self.donate, self.name)
         names = [arg_name(self.fn, path) for path, _ in pairs]
-        specs = self._in_spec_leaves(args)
-        layouts = []
-        for name, spec, meta, held in zip(names, specs, metas, own, strict=True):
-            if spec is None and held is not None:
-                layouts.append(held)
-            else:
-                layouts.append(layout_of(spec, meta.shape, self.mesh, f"{self.name}: {name}"))
         out_defs: list[tree.TreeDef] = []
         out_paths: list[list[tree.Path]] = []
 
@@ -293,7 +294,7 @@ class Jitted:
             )
         run = None if self.mesh.kind == "abstract" else self._prepared(program)
         shared = tuple(shared_outputs(program))
-        return _Compiled(lowered, run, tuple(layouts), out_defs[0], tuple(donated), shared)
+        return _Compiled(lowered, run, layouts, out_defs[0], tuple(donated), shared)
 
     def _prepared(
         self, program: Program, record: Record | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -21,6 +22,14 @@ def resharded(array: Array, layout: Layout) -> Array:
         return array
     move = _mover(array.shape, array.dtype, array.mesh, array.layout, layout)
     return move(array)
+
+
+def parts_of(value: Any, mesh: Mesh, layout: Layout, *, keep: bool) -> list[torch.Tensor]:
+    """The parts of an array, or of a global value: of its copy, where it is one to `keep`."""
+    if isinstance(value, Array):
+        return list(resharded(value, layout).parts)
+    value = torch.as_tensor(value)
+    return list(runtime_of(mesh).split(value.clone() if keep else value, layout))
 
 
 @functools.lru_cache(maxsize=1024)

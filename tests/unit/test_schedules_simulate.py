@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from fractions import Fraction
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pfx.schedules import Row, ScheduleError, Timeline, build, parse, simulate
+from pfx.schedules import Action, Row, ScheduleError, Timeline, build, parse, simulate
 
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "forward")
 VIRTUAL = {"interleaved": 3, "forward": 2, "zb-v": 2, "dualpipe-v": 2}
@@ -70,6 +71,49 @@ def test_each_stage_may_have_its_own_time() -> None:
     timeline = simulate(parse("0F0 0B0\n1F0 1B0"), t_f=[1, 3], t_b=(2, 4), t_w=1)
     assert spans(timeline) == ["0 0F0 0-1", "0 0B0 9-12", "1 1F0 1-4", "1 1B0 4-9"]
     assert timeline.bubble == 1 - (4 + 8) / 2 / 12
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_time_for_each_action(name: str) -> None:
+    """Law: a function, a mapping, and the times of the kinds that say the same give the same."""
+    schedule = build(name, stages=3, microbatches=5, virtual=VIRTUAL.get(name, 1))
+    t_f, t_b, t_w = ([1 + k * stage for stage in range(schedule.stages)] for k in (1, 2, 3))
+
+    def time(action: Action) -> float:
+        i, w = t_b[action.stage], t_w[action.stage]
+        return {"F": t_f[action.stage], "I": i, "W": w, "B": i + w}[action.kind]
+
+    by_kind = simulate(schedule, t_f=t_f, t_b=t_b, t_w=t_w, t_comm=0.5)
+    table = {action: time(action) for _, action in schedule.actions()}
+    assert simulate(schedule, times=time, t_comm=0.5) == by_kind
+    assert simulate(schedule, times=table, t_comm=0.5) == by_kind
+    written = simulate(schedule.with_communication(), times=table, t_comm=0.5)
+    assert written.computations() == by_kind.rows()
+
+
+def test_one_slow_action_holds_up_those_that_need_it() -> None:
+    schedule = parse("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
+    slow = simulate(schedule, times=lambda action: 5 if str(action) == "1F1" else 1)
+    assert spans(slow) == [
+        *("0 0F0 0-1", "0 0F1 1-2", "0 0B0 3-4", "0 0B1 9-10"),
+        *("1 1F0 1-2", "1 1B0 2-3", "1 1F1 3-8", "1 1B1 8-9"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (1.5, "1.5 s"),
+        (0.0123456, "12.3 ms"),
+        (0.25e-3, "250 us"),
+        (0.0, "0 us"),
+        (2e-9, "0.002 us"),
+    ],
+)
+def test_seconds_are_written_with_their_unit(seconds: float, text: str) -> None:
+    timeline = simulate(parse("0F0"), t_f=seconds, t_b=0, unit="s")
+    assert timeline.time_text(6) == text
+    assert timeline.text().split("\n")[-1] == f"makespan {text}, bubble 0.0%"
 
 
 def test_rows_are_in_order_with_names() -> None:
@@ -232,3 +276,27 @@ def test_times_that_are_none_are_refused(name: str, time: float) -> None:
 def test_a_time_for_each_stage_or_one_for_all() -> None:
     with pytest.raises(ScheduleError, match=r"simulate: t_b has 2 times for 1 stages\."):
         simulate(parse("0F0 0B0"), t_f=1, t_b=[1, 2])
+
+
+def test_times_of_actions_that_are_none_are_refused() -> None:
+    schedule = parse("0F0 0B0")
+    forward = Action.parse("0F0")
+    with pytest.raises(ScheduleError, match=r"^simulate: times has no time for 0B0\.\n  fix: "):
+        simulate(schedule, times={forward: 1.0})
+    for time in (-1.0, float("nan")):
+        with pytest.raises(ScheduleError, match=rf"^simulate: the time of 0F0 is {time}\.\n"):
+            simulate(schedule, times=lambda _, time=time: time)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({}, "got no t_f."),
+        ({"t_f": 1}, "got no t_b."),
+        ({"times": {}, "t_f": 1, "t_w": 2}, "got times and t_f, t_w."),
+    ],
+)
+def test_times_are_given_one_way(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        simulate(parse("0F0 0B0"), **given)
+    assert str(caught.value).startswith(f"simulate: {problem}\n  fix: ")

@@ -185,18 +185,10 @@ class Jitted:
                 object.__setattr__(leaf, "parts", ())
         del leaves
         outs = run(ready)
+        held = [own_parts(p, shared=s) for p, s in zip(outs, compiled.shared, strict=True)]
         arrays = [
-            Array(
-                v.shape,
-                v.dtype,
-                self.mesh,
-                v.layout,
-                own_parts(parts, shared=shared),
-                runtime.coordinate,
-            )
-            for v, parts, shared in zip(
-                compiled.program.outputs, outs, compiled.shared, strict=True
-            )
+            Array(v.shape, v.dtype, self.mesh, v.layout, parts, runtime.coordinate)
+            for v, parts in zip(compiled.program.outputs, held, strict=True)
         ]
         return tree.unflatten(compiled.out_def, arrays)
 

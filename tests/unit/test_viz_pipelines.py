@@ -78,8 +78,14 @@ def test_the_work_of_a_stage_is_that_of_its_layers() -> None:
             for kind, phase in stage.phases.items():
                 flops[number, kind] = work_of_phase(pipeline, phase).flops // product
     assert flops == {
-        **{(0, "F"): 3, (0, "B"): 6, (0, "I"): 3, (0, "W"): 3},
-        **{(1, "F"): 1, (1, "B"): 2, (1, "I"): 1, (1, "W"): 1},
+        (0, "F"): 3,
+        (0, "B"): 6,
+        (0, "I"): 3,
+        (0, "W"): 3,
+        (1, "F"): 1,
+        (1, "B"): 2,
+        (1, "I"): 1,
+        (1, "W"): 1,
     }
 
 

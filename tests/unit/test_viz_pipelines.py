@@ -68,7 +68,7 @@ def test_a_program_gives_its_pipelines() -> None:
 
 
 def test_the_work_of_a_stage_is_that_of_its_layers() -> None:
-    """A product a layer forwards, two backwards; the input of the first stage has no gradient."""
+    """A product a layer forwards, two backwards."""
     product = 2 * ROWS * DIM * DIM
     mesh = pfx.make_mesh(pp=2, deals={"pp": Deal((0, 1), (3, 1))})
     flops: dict[tuple[int, str], int] = {}

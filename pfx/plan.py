@@ -89,7 +89,7 @@ class Plan:
                 message(
                     f"Plan: schedule {made.name!r}",
                     "is for another pipeline.",
-                    f"schedule: {made.num_devices} devices with {made.virtual} stages each, "
+                    f"schedule: {made.num_devices} devices, {made.stages} stages, "
                     f"{made.microbatches} microbatches",
                     f"plan: pp={wanted[0]}, virtual={wanted[2]}, microbatches={wanted[1]}",
                     fix=f"Plan(pp={made.num_devices}, microbatches={made.microbatches}, "

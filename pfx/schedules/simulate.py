@@ -163,7 +163,7 @@ def simulate(
     >>> timeline.makespan, round(timeline.bubble, 4), timeline.peak_activations
     (6.0, 0.3333, (2, 1))
     >>> simulate(timeline.schedule, times=lambda action: 1 + action.stage).makespan
-    9.0
+    10.0
     """
     validate(schedule)
     costs = _costs(schedule, _given(schedule, t_f, t_b, t_w, times))

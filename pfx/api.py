@@ -152,6 +152,9 @@ class Jitted:
 
         On a simulated mesh actions run one by one. Each is measured, for all devices that share its
         stage (dp, tp), and laid out as devices of their own would run it; transfers take no time.
+        On a process mesh, where all ranks must call it, the times are those of the ranks at 0 along
+        all other axes, on one clock, and every rank gets all of them. An accelerator is waited for
+        after each action.
 
         Returns:
             What calling it returns, and a `pfx.schedules.Timeline` in seconds.

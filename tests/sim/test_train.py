@@ -76,3 +76,17 @@ def test_metrics_of_the_loss_are_summed_over_microbatches_and_devices() -> None:
     assert float(metrics["weight"]) == 8.0
     torch.testing.assert_close(float(metrics["loss"]), float(batch.sum(1).square().mean()))
     assert metrics["lr"].item() == pytest.approx(0.1)
+
+
+def test_a_step_lowered_from_shapes_is_the_one_that_runs() -> None:
+    """What the specs say is compiled once, however the arguments lie; what they leave open is not."""
+    mesh = pfx.make_mesh(dp=2)
+    double = pfx.jit(lambda x, y: (x * 2, y), mesh=mesh, in_specs=(P("dp"), None))
+    shape = pfx.ShapeDtype((4,))
+    x, split = torch.ones(4), pfx.device_put(torch.ones(4), mesh, P("dp"))
+    program = double.lower(shape, shape)
+    for one in (x, split, pfx.device_put(x, mesh)):
+        assert double.lower(one, x) is program
+        assert torch.equal(pfx.device_get(double(one, x)[0]), 2 * x)
+    assert double.lower(x, split) is not program
+    assert double.lower(split, split) is double.lower(x, split)

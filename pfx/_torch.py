@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -467,3 +468,22 @@ def fake_call(
 def mode_of(fake: Any) -> FakeTensorMode:
     """The mode that a fake tensor belongs to."""
     return fake.fake_mode
+
+
+def adamw_(
+    p: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """Update a parameter and its moments in place, as after infinitely many steps of AdamW."""
+    forever = torch.full((), math.inf)
+    torch._fused_adamw_(
+        [p], [grad], [m], [v], [], [forever], lr=lr, beta1=betas[0], beta2=betas[1],
+        weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+    )  # fmt: skip

@@ -183,6 +183,18 @@ class Block:
         return self.rows | streams_of(self.instrs, self.outputs)
 
 
+class Constant:
+    """A call that returns a tensor the traced function held."""
+
+    __name__ = "constant"
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __call__(self) -> torch.Tensor:
+        return self.tensor
+
+
 def values_in(arg: Any) -> Iterator[Value]:
     """The values mentioned in a call's arguments, in order."""
     if isinstance(arg, Value):

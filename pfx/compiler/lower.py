@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pfx import _torch
+from pfx.compiler.adam import fuse_adam
 from pfx.compiler.batched import unmerge_batches
 from pfx.compiler.functional import check_pure
 from pfx.compiler.ir import PipelineInstr
@@ -96,6 +97,7 @@ def lower(
         replace(v, layout=a or v.layout) for v, a in zip(program.outputs, asked_out, strict=True)
     ]
     program.report = list(context.report)
+    fuse_adam(program)
     bucket_collectives(program, bucket_bytes)
     number_in_order(program)
     lay_out_pipelines(program, schedule, bucket_bytes, where)

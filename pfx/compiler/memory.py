@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from pfx.compiler.adam import AdamW
 from pfx.compiler.in_place import is_in_place
 from pfx.compiler.ir import (
     Block,
@@ -144,6 +145,10 @@ def _made(instr: Compute | Reshard, out: Value, env: dict[int, _Storage], mesh: 
         return _Storage(out.local_bytes(mesh), role)
     if instr.into >= 0 or is_in_place(instr.target):
         return env[instr.ins[max(instr.into, 0)].number]
+    if isinstance(instr.target, AdamW):
+        k = instr.outs.index(out)
+        if instr.target.over[k]:
+            return env[instr.args[(0, 2, 3)[k]].number]
     if is_view(instr.target) and instr.ins:
         return env[instr.ins[0].number]
     return _Storage(out.local_bytes(mesh), out.role or "activations")

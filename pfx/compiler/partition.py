@@ -16,7 +16,16 @@ import torch.fx
 
 from pfx.compiler.choose import Choice
 from pfx.compiler.deals import emit_move, neutralized, unaligned
-from pfx.compiler.ir import Compute, Instr, LoopInstr, PipelineInstr, Reshard, Value, values_in
+from pfx.compiler.ir import (
+    Compute,
+    Constant,
+    Instr,
+    LoopInstr,
+    PipelineInstr,
+    Reshard,
+    Value,
+    values_in,
+)
 from pfx.compiler.loops import outputs_of, placeholders
 from pfx.compiler.manual import axes_of, move_of
 from pfx.compiler.origins import reason_of, roles_of, source_of
@@ -111,7 +120,7 @@ class _Emitter:
     def constant(self, node: Node) -> None:
         tensor = getattr(self.module, str(node.target))
         out = self.new(tensor, self.solution.layouts[node])
-        self.instrs.append(Compute(_Constant(tensor), (), {}, (), (out,)))
+        self.instrs.append(Compute(Constant(tensor), (), {}, (), (out,)))
         self.values[node] = out
 
     def visit(self, node: Node) -> None:
@@ -376,18 +385,6 @@ class _Emitter:
                 (self.moved[key],) = made[-1].outs  # type: ignore[assignment]
             now = self.moved[key]
         return now
-
-
-class _Constant:
-    """A call that returns a tensor the traced function held."""
-
-    __name__ = "constant"
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def __call__(self) -> torch.Tensor:
-        return self.tensor
 
 
 def _substitute(arg: Any, values: dict[Node, list[Value]]) -> Any:

@@ -13,7 +13,18 @@ from typing import Any
 import torch
 
 from pfx._torch import OpOverload
-from pfx.compiler.ir import Block, Compute, LoopInstr, Reshard, Value, is_view, last_uses
+from pfx.compiler.adam import AdamW
+from pfx.compiler.ir import (
+    Block,
+    Compute,
+    LoopInstr,
+    PipelineInstr,
+    Reshard,
+    Value,
+    is_view,
+    last_uses,
+)
+from pfx.compiler.pipeline.primitive import EACH
 
 
 def reuse_buffers(block: Block) -> None:
@@ -22,18 +33,26 @@ def reuse_buffers(block: Block) -> None:
     owned = block.donated | _made_here(block)
     last_read = _last_reads(block, roots)
     dead = last_uses(block.instrs, block.outputs)
+
+    def free(i: int, instr: Compute, value: Value) -> bool:
+        """Tell whether a call is the last to read an operand whose memory is the program's."""
+        root = roots[value.number]
+        dies = value.number in dead[i] and last_read[root] == i
+        others = [roots[v.number] for v in instr.ins if v.number != value.number]
+        return dies and root == value.number and root in owned and root not in others
+
     for i, instr in enumerate(block.instrs):
         if isinstance(instr, LoopInstr):
             reuse_buffers(instr.body)
         elif isinstance(instr, Compute) and out_variant(instr.target) is not None:
             for k, value in enumerate(instr.ins):
-                root = roots[value.number]
-                dies = value.number in dead[i] and last_read[root] == i
-                others = [roots[v.number] for v in instr.ins if v is not value]
-                own = root == value.number and root in owned and root not in others
-                if dies and own and _fits(value, instr):
+                if free(i, instr, value) and _fits(value, instr):
                     block.instrs[i] = replace(instr, into=k)
                     break
+        elif isinstance(instr, Compute) and isinstance(instr.target, AdamW):
+            p, _, m, v, *_ = instr.args
+            over = (free(i, instr, p), free(i, instr, m), free(i, instr, v))
+            block.instrs[i] = replace(instr, target=replace(instr.target, over=over))
 
 
 def _roots(block: Block) -> dict[int, int]:
@@ -59,14 +78,16 @@ def _viewed(instr: Any, k: int) -> Value | None:
 
 
 def _made_here(block: Block) -> set[int]:
-    """Values whose memory a call allocated."""
-    return {
-        out.number
-        for instr in block.instrs
-        if isinstance(instr, Compute) and isinstance(instr.target, OpOverload)
-        for out in instr.outs
-        if out is not None and not is_view(instr.target)
-    }
+    """Values whose memory a call allocated, and the sums that stages of a pipeline made of own rows."""
+    found: set[int] = set()
+    for instr in block.instrs:
+        if isinstance(instr, PipelineInstr):
+            pairs = zip(instr.made.outputs, instr.outs, strict=True)
+            found |= {out.number for output, out in pairs if output.home == EACH}
+        elif isinstance(instr, Compute) and isinstance(instr.target, OpOverload):
+            if not is_view(instr.target):
+                found |= {out.number for out in instr.outs if out is not None}
+    return found
 
 
 def _last_reads(block: Block, roots: dict[int, int]) -> dict[int, int]:

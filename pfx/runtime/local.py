@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from pfx.compiler.adam import AdamW
 from pfx.compiler.ir import Compute, Value, values_in
 from pfx.compiler.reuse import out_variant
 
@@ -20,6 +22,8 @@ def local_call(instr: Compute, *, reuse: bool = True) -> Call:
     """
     if reuse and instr.into >= 0:
         return _in_place(instr)
+    if not reuse and isinstance(instr.target, AdamW):
+        instr = replace(instr, target=replace(instr.target, over=(False, False, False)))
     positions = {value.number: i for i, value in enumerate(instr.ins)}
     nested = [a for a in instr.args if not isinstance(a, Value)]
     if any(values_in([*nested, *instr.kwargs.values()])):

@@ -368,16 +368,20 @@ def test_loops_that_are_no_pipelines(fn: Any) -> None:
 
 
 def test_the_line_is_that_of_the_scan_over_microbatches() -> None:
-    (line,) = compiled(a_running_mean).lower(*arguments()).report
+    line, gathers = compiled(a_running_mean).lower(*arguments()).report
     at = a_running_mean.__code__.co_firstlineno + 2
     assert line.startswith(f"the scan at unit/test_pipeline_errors.py:{at} is over split layers")
+    assert gathers == (
+        f"the scan at unit/test_pipeline_errors.py:{at - 1} runs over rows that 'pp' splits: "
+        "all are gathered"
+    )
 
 
 def test_a_batch_split_over_the_same_axis_needs_every_layer() -> None:
     values = arguments()
     run = pfx.jit(gradients, mesh=MESH, in_specs=(P("pp"), P(), P(None, "pp")), check=True)
     program = run.lower(*values)
-    (line,) = program.report
+    line = program.report[0]
     assert line.endswith("is no pipeline: 'pp' splits the batch, so its devices need every layer")
     torch.testing.assert_close(
         pfx.device_get(run(*values)), gradients(*values), rtol=1e-12, atol=1e-12

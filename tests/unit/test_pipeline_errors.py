@@ -45,7 +45,7 @@ SHARDING: Mapping[str, tuple[dict[str, Any], str]] = {
         {"pp": 2, "microbatches": 4, "schedule": build("1f1b", stages=2, microbatches=8)},
         """\
 Plan: schedule '1f1b' is for another pipeline.
-  schedule: 2 devices with 1 stages each, 8 microbatches
+  schedule: 2 devices, 2 stages, 8 microbatches
   plan: pp=2, virtual=1, microbatches=4
   fix: Plan(pp=2, microbatches=8, virtual=1)""",
     ),
@@ -53,7 +53,7 @@ Plan: schedule '1f1b' is for another pipeline.
         {"pp": 2, "microbatches": 4, "schedule": build("zb-v", stages=4, microbatches=4, virtual=2)},
         """\
 Plan: schedule 'zb-v' is for another pipeline.
-  schedule: 4 devices with 2 stages each, 4 microbatches
+  schedule: 4 devices, 8 stages, 4 microbatches
   plan: pp=2, virtual=2, microbatches=4
   fix: Plan(pp=4, microbatches=4, virtual=2)""",
     ),
@@ -90,7 +90,7 @@ Plan: stage_layers=(1.5, 2) does not say how many layers each stage has; stages:
          "schedule": build("zb-v", stages=2, microbatches=4, virtual=2)},
         """\
 Plan: schedule 'zb-v' is for another pipeline.
-  schedule: 2 devices with 2 stages each, 4 microbatches
+  schedule: 2 devices, 4 stages, 4 microbatches
   plan: pp=2, virtual=1, microbatches=4
   fix: Plan(pp=2, microbatches=4, virtual=2)""",
     ),

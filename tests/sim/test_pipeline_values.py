@@ -10,13 +10,14 @@ import torch
 
 import pfx
 from pfx import P
+from pfx.compiler.program import verify
 from pfx.mesh import Deal, Mesh, make_mesh
 from tests.sim.pipelines import stages_of
 
 F64 = torch.float64
 LAYERS, MICROBATCHES, WIDTH = 5, 3, 3
 TWO = make_mesh("simulated", pp=2, deals={"pp": Deal((0, 1))})
-V = make_mesh("simulated", pp=2, deals={"pp": Deal((0, 1, 1, 0))})
+V = make_mesh("simulated", pp=2, dp=2, deals={"pp": Deal((0, 1, 1, 0))})
 
 
 class Params(NamedTuple):
@@ -135,6 +136,32 @@ def weights_in_the_loss(params: Params, x: torch.Tensor) -> torch.Tensor:
     return out.square().sum() + 0.1 * decay
 
 
+def normalized_weights(params: Params, x: torch.Tensor) -> torch.Tensor:
+    """Each layer's matrix is divided by its own size, whose gradient is a sum over its rows."""
+    size = params.layers["w"].square().sum((1, 2), keepdim=True).sqrt()
+    layers = {**params.layers, "w": params.layers["w"] / size}
+    return pfx.scan(lambda x, w: (dense(x, w), None), x, layers)[0].square().sum()
+
+
+def a_loss_in_every_layer(params: Params, x: torch.Tensor) -> torch.Tensor:
+    """As a balancing loss of experts: what the layers emit is added to the loss."""
+    layer = lambda x, w: (dense(x, w), (x @ w["w"]).square().mean())
+    out, losses = pfx.scan(layer, x @ params.shared, params.layers)
+    return out.square().sum() + 0.01 * losses.sum()
+
+
+def the_input_in_every_layer(params: Params, x: torch.Tensor) -> torch.Tensor:
+    """Every stage computes the first product for itself, and has a share in its gradient."""
+    layer = lambda carry, w: (dense(carry, w) + x @ params.shared, None)
+    return pfx.scan(layer, x, params.layers)[0].square().sum()
+
+
+def stopped_gradients(params: Params, x: torch.Tensor) -> torch.Tensor:
+    """Only the residual path carries a gradient back."""
+    layer = lambda x, w: (x + dense(x.detach(), w), None)
+    return pfx.scan(layer, x @ params.shared, params.layers)[0].square().sum()
+
+
 LOSSES = (
     several_leaves,
     integers_and_bools,
@@ -145,6 +172,10 @@ LOSSES = (
     rematerialized,
     casts_of_the_stack,
     weights_in_the_loss,
+    normalized_weights,
+    a_loss_in_every_layer,
+    the_input_in_every_layer,
+    stopped_gradients,
     a_wide_carry,
 )
 SCHEDULES: Mapping[str, Mesh] = {"1f1b": TWO, "zb-v": V}
@@ -163,14 +194,17 @@ def accumulated(loss: Callable[[Any, Any], torch.Tensor]) -> Callable[[Any, Any]
     return fn
 
 
-def compiled(fn: Any, schedule: str = "1f1b", **options: Any) -> pfx.api.Jitted:
+def compiled(fn: Any, schedule: str = "1f1b") -> pfx.api.Jitted:
     """A function of `Params` and a batch, its layers split into stages."""
-    options = {"in_specs": (Params(P("pp"), P()), P()), "check": True, **options}
-    return pfx.jit(fn, mesh=SCHEDULES[schedule], schedule=schedule, **options)
+    mesh = SCHEDULES.get(schedule, TWO)
+    batch = P(None, "dp") if "dp" in mesh.shape else P()
+    specs = (Params(P("pp"), P()), batch)
+    return pfx.jit(fn, mesh=mesh, in_specs=specs, schedule=schedule, check=True)
 
 
 def assert_pipelined(program: Any, layers: int = LAYERS) -> None:
-    """Assert that a program has one pipeline with all layers, and reports nothing."""
+    """Assert that a program is sound, has one pipeline with all layers, and reports nothing."""
+    verify(program)
     assert sum(stage.stop - stage.start for stage in stages_of(program)) == layers
     assert not program.report
 
@@ -279,10 +313,7 @@ def loss_and_logits(params: Params, xs: torch.Tensor) -> Any:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "forward"])
 def test_evaluation(fn: Any, schedule: str) -> None:
     """Of a schedule that trains, only the forward actions are run."""
-    mesh = SCHEDULES.get(schedule, TWO)
-    run = pfx.jit(
-        fn, mesh=mesh, in_specs=(Params(P("pp"), P()), P()), schedule=schedule, check=True
-    )
+    run = compiled(fn, schedule)
     params, xs = params_of(), batch_of()
     program = run.lower(params, xs)
     assert_pipelined(program)

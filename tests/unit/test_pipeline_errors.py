@@ -418,3 +418,20 @@ def test_a_batch_split_over_the_same_axis_needs_every_layer() -> None:
     torch.testing.assert_close(
         pfx.device_get(run(*values)), gradients(*values), rtol=1e-12, atol=1e-12
     )
+
+
+@pytest.mark.parametrize(
+    "change", [lambda w: w.flip(0), lambda w: w[:3]], ids=["flipped", "a part"]
+)
+def test_what_is_no_stack_of_the_stages_layers_any_more(change: Any) -> None:
+    def fn(w: torch.Tensor, h: torch.Tensor, xs: torch.Tensor) -> torch.Tensor:
+        add = lambda total, x: (total + training(change(w), x), None)
+        return pfx.scan(add, ZERO, xs)[0]
+
+    values = arguments()
+    run = compiled(fn, check=True, schedule="gpipe")
+    program = run.lower(*values)
+    assert program.report == [
+        "schedule: no scan over layers became a pipeline, so nothing runs by it"
+    ]
+    torch.testing.assert_close(pfx.device_get(run(*values)), fn(*values), rtol=1e-12, atol=0)

@@ -136,7 +136,8 @@ class Plan:
                 if axis not in known:
                     where = f"Plan: names[{name!r}]={wanted!r}"
                     what = f"mentions the unknown axis {axis!r}."
-                    listed = f"axes of the plan: {', '.join(known)}"
+                    real = known if self.pp > 1 else known[1:]
+                    listed = f"axes of the plan: {', '.join(real)}"
                     fix = f'axes={{"{axis}": 2}}, or one of these'
                     raise ShardingError(message(where, what, listed, fix=fix))
 

@@ -228,6 +228,8 @@ class _Emitter:
             for i, (value, role) in enumerate(zip(body.outputs, roles_of(node), strict=True))
         )
         source, axis = node.meta.get("source", ""), node.meta.get("axis", "")
+        if axis:  # what a loop over layers stacks is a row for each
+            outs = (*outs[:c], *(replace(out, stack=True) for out in outs[c:]))
         self.instrs.append(
             LoopInstr(body, c, x, loop.length, loop.reverse, tuple(ins), outs, source, axis)
         )

@@ -84,25 +84,32 @@ class Sums:
         self.instr, self.device = instr, device
         self.mesh = instr.body.mesh
         self.whole: dict[tuple[int, int], list[Any]] = {}  # by output and device
-        self.own: dict[tuple[int, int], list[Any]] = {}  # by output and stage
+        self.made: dict[tuple[int, int], list[Any]] = {}  # by output and stage
+        self.counts: dict[tuple[int, int], int] = {}
         self.early: dict[tuple[int, int], dict[int, Parts]] = {}
         self.next: dict[tuple[int, int], int] = {}
         for i, output in enumerate(instr.made.outputs):
             for s in _makers(output, len(instr.stages)):
                 value = _made_by(instr.stages[s], i)
                 if instr.stages[s].device in mine and value is not None:
-                    self.open(i, s, count(value))
+                    self.counts[i, s] = count(value)
+                    self.early[i, s], self.next[i, s] = {}, 0
 
-    def open(self, i: int, s: int, count: int) -> None:
-        """Begin an output on a stage: with zeros, of which a stack's stages have their rows."""
-        output, stage = self.instr.made.outputs[i], self.instr.stages[s]
-        key = i, stage.device
-        if key not in self.whole:
-            self.whole[key] = [self.zeros(i) if output.summed else [] for _ in range(count)]
-        start, stop = stage.rows
-        each = output.home == EACH
-        self.own[i, s] = [part[start:stop] if each else part for part in self.whole[key]]
-        self.early[i, s], self.next[i, s] = {}, 0
+    def own(self, i: int, s: int) -> list[Any]:
+        """What a stage has of an output: zeros at first, of which a stack's stages have their rows.
+
+        They are made when they are first needed, which is while others already work.
+        """
+        if (i, s) not in self.made:
+            output, stage = self.instr.made.outputs[i], self.instr.stages[s]
+            key = i, stage.device
+            if key not in self.whole:
+                count = self.counts[i, s]
+                self.whole[key] = [self.zeros(i) if output.summed else [] for _ in range(count)]
+            start, stop = stage.rows
+            each = output.home == EACH
+            self.made[i, s] = [part[start:stop] if each else part for part in self.whole[key]]
+        return self.made[i, s]
 
     def zeros(self, i: int) -> torch.Tensor:
         value = self.instr.outs[i]
@@ -113,7 +120,7 @@ class Sums:
         early = self.early[i, s]
         early[microbatch] = parts
         while self.next[i, s] in early:
-            for total, part in zip(self.own[i, s], early.pop(self.next[i, s]), strict=True):
+            for total, part in zip(self.own(i, s), early.pop(self.next[i, s]), strict=True):
                 total.append(part) if isinstance(total, list) else total.add_(part)
             self.next[i, s] += 1
 

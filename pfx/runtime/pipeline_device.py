@@ -136,7 +136,7 @@ class PipelineDevice:
             if turn.takes:
                 runner.receive(action.kind, action.microbatch, mail.take(turn.takes))
                 mail.forget(turn.arrived)
-            total = lambda i, s=action.stage: sums.own[i, s][0]
+            total = lambda i, s=action.stage: sums.own(i, s)[0]
             if self.watch:
                 self.watch.start()
             sends, makes = runner(action.kind, action.microbatch, gives[action.stage], total)

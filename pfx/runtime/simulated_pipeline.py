@@ -50,7 +50,7 @@ class SimulatedPipeline:
         gives = [self.gives(ins, s) for s in range(len(self.runners))]
         for action in self.actions:
             s, m = action.stage, action.microbatch
-            total = lambda i, s=s: sums.own[i, s]
+            total = lambda i, s=s: sums.own(i, s)
             if self.watch:
                 self.watch.start()
             sends, makes = self.runners[s](action.kind, m, gives[s], total)

@@ -483,7 +483,7 @@ def adamw_(
 ) -> None:
     """Update a parameter and its moments in place, as after infinitely many steps of AdamW."""
     forever = torch.full((), math.inf)
-    torch._fused_adamw_(
+    torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
         [p], [grad], [m], [v], [], [forever], lr=lr, beta1=betas[0], beta2=betas[1],
         weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
     )  # fmt: skip

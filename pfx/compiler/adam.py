@@ -49,17 +49,19 @@ class AdamW:
         offset: torch.Tensor,
         rate: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        made = [x if o else x.clone() for x, o in zip((p, m, v), self.over, strict=True)]
+        p, m, v = (x if o else x.clone() for x, o in zip((p, m, v), self.over, strict=True))
         scale, eps = slope.item(), offset.item()
         _torch.adamw_(
-            *made,
+            p,
+            m,
+            v,
             grad,
             lr=-rate.item() / scale,
             betas=(self.beta1, self.beta2),
             weight_decay=self.decay * scale,
             eps=eps / scale,
         )
-        return tuple(made)
+        return p, m, v
 
 
 def sum_of_squares(x: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,7 @@ def _rewrite(graph: torch.fx.Graph, node: torch.fx.Node, env: dict[Any, Any]) ->
     packet = getattr(target, "overloadpacket", None)
     if packet is aten._to_copy and not isinstance(node.args[0], torch.fx.Node):
         return _number(graph, node)  # a Python number that vmap made a tensor of
-    if packet in _ALIASES or (packet is aten._to_copy and _is_identity(node)):
+    if packet in _ALIASES or (_adds_nothing(node) and _is_identity(node)):
         return env[node.args[0]]
     if packet in _LIKES or target in _LIKES:
         return _filled(graph, node)
@@ -105,6 +105,12 @@ def _rewrite(graph: torch.fx.Graph, node: torch.fx.Node, env: dict[Any, Any]) ->
     if isinstance(target, Loop):
         new.target = replace(target, body=simplified_body(target.body), backward=None)
     return new
+
+
+def _adds_nothing(node: torch.fx.Node) -> bool:
+    """Tell a cast, and the addition of zero with which Python's ``sum`` begins."""
+    zero = len(node.args) > 1 and type(node.args[1]) is int and node.args[1] == 0
+    return node.target is aten._to_copy.default or (node.target is aten.add.Tensor and zero)
 
 
 def _is_identity(node: torch.fx.Node) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.fx
@@ -138,7 +139,7 @@ def _reads(node: object, carry: Node) -> bool:
     return node is carry
 
 
-def _addend(value: object, scale: object, out: Node, graph: torch.fx.Graph) -> Node:
+def _addend(value: Any, scale: Any, out: Node, graph: torch.fx.Graph) -> Node:
     """A node for what is added: a number becomes a tensor, and a scale a product."""
     like = out.meta["val"]
     if isinstance(value, Node) and value.meta["val"].shape != like.shape:
@@ -149,8 +150,7 @@ def _addend(value: object, scale: object, out: Node, graph: torch.fx.Graph) -> N
         if isinstance(value, Node):
             made = graph.call_function(aten.mul.Tensor, (value, scale))
         else:
-            number = value * scale  # type: ignore[operator]
-            made = graph.call_function(aten.full.default, (list(like.shape), number))
+            made = graph.call_function(aten.full.default, (list(like.shape), value * scale))
             made.kwargs = {"dtype": like.dtype, "device": like.device}
     made.meta = {**out.meta, "val": like}
     return made
@@ -253,11 +253,11 @@ def _total(graph: torch.fx.Graph, node: Node, index: int, mine: Sequence[Node]) 
     return total
 
 
-def _is_zeros(node: object) -> bool:
+def _is_zeros(node: Any) -> bool:
     if not isinstance(node, Node):
         return False
     if node.target in (aten.full.default, aten.full_like.default):
-        return node.args[1] == 0
+        return isinstance(node.args[1], (int, float)) and node.args[1] == 0
     return node.target in (aten.zeros.default, aten.zeros_like.default)
 
 

@@ -6,7 +6,7 @@ neighbour unless it begins here. Nothing is dropped yet: that is for the cut int
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,11 +77,12 @@ class Share:
         """An instruction as this stage runs it."""
         if isinstance(instr, LoopInstr) and instr.axis:
             return self.loop(instr)
-        outs, pick = instr.outs, lambda value: self.now.get(value.number, value)
+        outs: tuple[Value | None, ...] = instr.outs
+        pick: Callable[[Value], Value] = lambda value: self.now.get(value.number, value)
         if any(v.number in self.stacks for v in instr.ins):
             self.stacks |= {v.number for v in instr.outs if v is not None and v.stack}
             rank = max(len(v.shape) for v in instr.outs if v is not None)
-            outs = tuple(v and self.own(v) for v in instr.outs)
+            outs = tuple(None if v is None else self.own(v) for v in instr.outs)
             pick = lambda value: self.rows(value, rank)
         picked = {value.number: pick(value) for value in instr.ins}
         ins = tuple(picked[value.number] for value in instr.ins)
@@ -141,7 +142,7 @@ class Share:
         return made
 
 
-def _renamed(arg: Any, now: dict[int, Value]) -> Any:
+def _renamed(arg: Any, now: Mapping[int, Value]) -> Any:
     if isinstance(arg, Value):
         return now.get(arg.number, arg)
     if isinstance(arg, (list, tuple)):

@@ -143,7 +143,8 @@ def own_parts(
     memory = {part.untyped_storage().data_ptr() for part in parts}
     taken = {other.untyped_storage().data_ptr() for other in others}
     equal = len({part.data_ptr() for part in parts}) < len(parts)  # the same on several devices
-    shared = shared or equal or not taken.isdisjoint(memory)
+    expanded = any(part.numel() > 1 and 0 in part.stride() for part in parts)
+    shared = shared or equal or expanded or not taken.isdisjoint(memory)
     return tuple(part.clone() for part in parts) if shared else tuple(parts)
 
 

@@ -25,6 +25,20 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
+from pfx import api  # noqa: E402
+from pfx.compiler.lower import Lowered, lower  # noqa: E402
+from pfx.compiler.program import verify  # noqa: E402
+
+
+def _lower_and_verify(*args: object, **options: object) -> Lowered:
+    """Compile, and check that what is read has been made: every program that a test compiles."""
+    lowered = lower(*args, **options)  # type: ignore[arg-type]
+    verify(lowered.program)
+    return lowered
+
+
+api.lower = _lower_and_verify
+
 _TESTS = Path(__file__).parent
 _TIERS = ("unit", "sim", "dist")
 

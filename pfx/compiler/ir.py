@@ -68,6 +68,7 @@ class Compute:
     source: str = ""
     many: bool = False  # the call returns a tuple
     into: int = -1  # the operand whose memory the result takes, see `pfx.compiler.reuse`
+    rows: tuple[int, ...] = ()  # of a stack of layers: the operands whose dim 0 counts them too
 
 
 @dataclass(frozen=True, eq=False)

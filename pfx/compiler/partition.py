@@ -34,7 +34,7 @@ from pfx.compiler.pipeline.primitive import Pipeline
 from pfx.compiler.program import Program
 from pfx.compiler.propagate import Context, Decision, Solution
 from pfx.compiler.reshard import Move, plan_moves
-from pfx.compiler.rule import Call, Local, Rule, operand_nodes, result_values
+from pfx.compiler.rule import Call, Local, Rule, operand_nodes, result_values, substituted
 from pfx.lax.constrain import Constraint
 from pfx.lax.manual.axis_index import AxisIndex
 from pfx.lax.manual.boundary import Boundary
@@ -166,8 +166,8 @@ class _Emitter:
         values: dict[Node, list[Value]] = {}
         for n, value in zip(operand_nodes(node), ready, strict=True):
             values.setdefault(n, []).append(value)
-        args = _substitute(call.args, values)
-        kwargs = _substitute(dict(call.kwargs), values)
+        args = substituted(call.args, values)
+        kwargs = substituted(dict(call.kwargs), values)
         fakes = result_values(node)
         names = self.names_of_results(node, rule, ready)
         outs = tuple(
@@ -176,12 +176,18 @@ class _Emitter:
                 fakes, decision.results, roles_of(node), names, strict=True
             )
         )
+        ins = tuple(dict.fromkeys([*values_in(args), *values_in(kwargs)]))
+        rows: tuple[int, ...] = ()
         if node.meta.get("stack"):
             outs = tuple(out and replace(out, stack=True) for out in outs)
-        ins = tuple(dict.fromkeys([*values_in(args), *values_in(kwargs)]))
+            lead = rule.results[0][:1]
+            along = [v for v, dims in zip(ready, rule.operands, strict=True) if dims[:1] == lead]
+            rows = tuple(k for k, value in enumerate(ins) if value in along)
         many = isinstance(node.meta["val"], (list, tuple))
         source = node.meta.get("source", "")
-        self.instrs.append(Compute(call.target, args, kwargs, ins, outs, call.offset, source, many))
+        self.instrs.append(
+            Compute(call.target, args, kwargs, ins, outs, call.offset, source, many, rows=rows)
+        )
         self.bind(node, outs)
 
     def bind(self, node: Node, outs: Sequence[Value | None]) -> None:
@@ -387,14 +393,3 @@ class _Emitter:
                 (self.moved[key],) = made[-1].outs  # type: ignore[assignment]
             now = self.moved[key]
         return now
-
-
-def _substitute(arg: Any, values: dict[Node, list[Value]]) -> Any:
-    """Put values for nodes; one that is an operand twice (x @ x) may be needed in two layouts."""
-    if isinstance(arg, Node):
-        return values[arg].pop(0) if len(values[arg]) > 1 else values[arg][0]
-    if isinstance(arg, (list, tuple)):
-        return type(arg)(_substitute(item, values) for item in arg)
-    if isinstance(arg, dict):
-        return {key: _substitute(item, values) for key, item in arg.items()}
-    return arg

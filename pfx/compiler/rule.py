@@ -151,6 +151,17 @@ def operand_nodes(node: torch.fx.Node) -> list[torch.fx.Node]:
     return found
 
 
+def substituted(arg: Any, values: dict[torch.fx.Node, list[Any]]) -> Any:
+    """Put values for nodes; one that is an operand twice (x @ x) may be needed in two layouts."""
+    if isinstance(arg, torch.fx.Node):
+        return values[arg].pop(0) if len(values[arg]) > 1 else values[arg][0]
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(substituted(item, values) for item in arg)
+    if isinstance(arg, dict):
+        return {key: substituted(item, values) for key, item in arg.items()}
+    return arg
+
+
 def result_values(node: torch.fx.Node) -> list[Any]:
     """The fake results of a node as a list; None where an op returns no tensor there."""
     value = node.meta.get("val")

@@ -6,6 +6,7 @@ are taken in the order of the microbatches, so that every schedule gives the sam
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -83,7 +84,7 @@ class Sums:
     ) -> None:
         self.instr, self.device = instr, device
         self.mesh = instr.body.mesh
-        self.whole: dict[tuple[int, int], list[Any]] = {}  # by output and device
+        self.whole: dict[tuple[int, int], list[Any]] = {}  # by output, and device or stage
         self.made: dict[tuple[int, int], list[Any]] = {}  # by output and stage
         self.counts: dict[tuple[int, int], int] = {}
         self.early: dict[tuple[int, int], dict[int, Parts]] = {}
@@ -102,12 +103,13 @@ class Sums:
         """
         if (i, s) not in self.made:
             output, stage = self.instr.made.outputs[i], self.instr.stages[s]
-            key = i, stage.device
+            each = output.home == EACH
+            # Stages of one device fill one stack; else each has its own sum, whatever their turns.
+            key = i, stage.device if each else s
             if key not in self.whole:
                 count = self.counts[i, s]
                 self.whole[key] = [self.zeros(i) if output.summed else [] for _ in range(count)]
             start, stop = stage.rows
-            each = output.home == EACH
             self.made[i, s] = [part[start:stop] if each else part for part in self.whole[key]]
         return self.made[i, s]
 
@@ -126,12 +128,19 @@ class Sums:
 
     def part(self, i: int, device: int, index: int) -> torch.Tensor:
         """A device's part of an output; zeros that take no memory where it makes none."""
-        if (i, device) not in self.whole:
+        mine = [s for k, s in self.counts if k == i and self.instr.stages[s].device == device]
+        if not mine:
             value = self.instr.outs[i]
             zero = torch.zeros((), dtype=value.dtype, device=self.device)
             return zero.expand(value.local_shape(self.mesh))
-        made = self.whole[i, device][index]
-        return torch.stack(made) if isinstance(made, list) else made
+        for s in mine:
+            self.own(i, s)
+        if self.instr.made.outputs[i].home == EACH:
+            return self.whole[i, device][index]
+        made = [self.whole[i, s][index] for s in mine]
+        if isinstance(made[0], list):
+            return torch.stack(made[0])
+        return functools.reduce(torch.add, made)
 
 
 def _makers(output: Output, stages: int) -> range:

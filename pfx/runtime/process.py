@@ -68,6 +68,14 @@ class ProcessRuntime:
         Raises:
             MeshError: for check=True, which needs the other devices' copies.
         """
+        if seed is not None:
+            raise MeshError(
+                message(
+                    f"process mesh {self.mesh}:",
+                    "seed= draws an order of one process's actions; here each has its own.",
+                    fix='drop seed=, or make_mesh(..., kind="simulated")',
+                )
+            )
         if check:
             raise MeshError(
                 message(

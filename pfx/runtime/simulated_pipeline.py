@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,7 +40,8 @@ class SimulatedPipeline:
         self.mesh: Mesh = instr.body.mesh
         self.watch = Watch(record, self.mesh.device) if record else None
         self.actions = [action for _, action in play(instr.schedule.computations(), seed=seed)]
-        self.runners = [StageRunner(stage, prepare) for stage in instr.stages]
+        once = functools.cache(prepare)  # stages of one form share their blocks
+        self.runners = [StageRunner(stage, once) for stage in instr.stages]
         self.operands = [self.operands_of(stage) for stage in instr.stages]
 
     def __call__(self, ins: list[Parts]) -> list[Parts]:

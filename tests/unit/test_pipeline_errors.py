@@ -431,7 +431,10 @@ def test_what_is_no_stack_of_the_stages_layers_any_more(change: Any) -> None:
     values = arguments()
     run = compiled(fn, check=True, schedule="gpipe")
     program = run.lower(*values)
+    line = fn.__code__.co_firstlineno + 2
     assert program.report == [
-        "schedule: no scan over layers became a pipeline, so nothing runs by it"
+        f"the scan at unit/test_pipeline_errors.py:{line} is over split layers, but is no pipeline: "
+        "no scan in it runs over their rows as they are",
+        "schedule: no scan over layers became a pipeline, so nothing runs by it",
     ]
     torch.testing.assert_close(pfx.device_get(run(*values)), fn(*values), rtol=1e-12, atol=0)

@@ -57,7 +57,7 @@ def form_pipelines(
     stacks = stacks_of(graph, split, rule_of)
     for node in loops:
         try:
-            if found := _find(node, stacks, used, rule_of):
+            if found := _find(node, stacks, used, rule_of, note):
                 _replace(graph, node, *found)
         except NoPipelineError as why:
             source = node.meta.get("source", "")
@@ -73,7 +73,11 @@ def _axes_behind(graph: torch.fx.Graph, inputs: Mapping[Node, Layout]) -> dict[N
 
 
 def _find(
-    node: Node, stacks: Stacks, used: Mapping[Node, set[str]], rule_of: RuleOf
+    node: Node,
+    stacks: Stacks,
+    used: Mapping[Node, set[str]],
+    rule_of: RuleOf,
+    note: Callable[[str], None],
 ) -> tuple[str, Homes] | None:
     """The axis and the layer loops of a loop over microbatches, if it has any, in a graph of its own."""
     loop: Loop = node.target  # type: ignore[assignment]
@@ -85,6 +89,8 @@ def _find(
     maybe = stacks_of(graph, known, rule_of)
     loops = [n for n in graph.nodes if isinstance(n.target, Loop) and scanned(n, maybe)]
     if not loops:
+        if known and any(isinstance(n.target, Loop) for n in graph.nodes):
+            raise NoPipelineError("no scan in it runs over their rows as they are")
         return None
     axis = str(scanned(loops[0], maybe))
     for operand in node.args[loop.num_carry : consts]:
@@ -101,6 +107,10 @@ def _find(
         raise NoPipelineError("it scans different numbers of layers forward and backward")
     # Inputs that are split alike but not scanned are ordinary operands.
     mine = sources_of([x for n in loops for x in scanned_over(n)], maybe)
+    if others := [n for n in known if n not in mine and n.users]:
+        where = f"the pipeline at {node.meta.get('source', '')}"
+        note(f"{where}: no scan runs over the rows of {len(others)} inputs that {axis!r} splits: "
+             "they are gathered")  # fmt: skip
     stacked = stacks_of(graph, {n: axis for n in known if n in mine}, rule_of)
     return axis, Homes(graph, loops[0], loops[1] if len(loops) == 2 else None, stacked, rule_of)
 
@@ -213,7 +223,7 @@ def _replace(graph: torch.fx.Graph, node: Node, axis: str, homes: Homes) -> None
         call.meta = {**meta, "val": tuple(_value(loop, term) for term in terms)}
         items = [graph.call_function(operator.getitem, (call, k)) for k in range(len(terms))]
         for item, value, term in zip(items, call.meta["val"], terms, strict=True):
-            item.meta = {**meta, "val": value, **_role(node, term.index)}
+            item.meta = {**meta, "val": value, "role": _role(node, term)}
         for i, user in _users(node).items():
             mine = [item for item, term in zip(items, terms, strict=True) if term.index == i]
             user.replace_all_uses_with(_total(graph, node, i, mine))
@@ -225,10 +235,10 @@ def _users(node: Node) -> dict[int, Node]:
     return {user.args[1]: user for user in list(node.users)}  # type: ignore[misc]
 
 
-def _role(node: Node, index: int) -> dict[str, str]:
-    user = _users(node).get(index)
-    role = user.meta.get("role") if user else None
-    return {"role": role} if role else {}
+def _role(node: Node, term: _Term) -> str:
+    """What an output is: as it is called outside the loop, or inside."""
+    user = _users(node).get(term.index)
+    return (user.meta.get("role") if user else "") or term.node.meta.get("role", "")
 
 
 def _value(loop: Loop, term: _Term) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.fx
 
 from pfx._torch import OpOverload
-from pfx.compiler.rule import Rule, operand_nodes
+from pfx.compiler.rule import Rule, operand_nodes, result_values
 from pfx.lax.constrain import Constraint
 from pfx.lax.scan import Loop
 
@@ -80,8 +80,11 @@ def _leaves_rows(constraint: Constraint, axis: str) -> bool:
 
 def _row_by_row(node: Node, stacks: Mapping[Node, str], rule: Rule) -> bool:
     """Tell whether row i of every result depends on no row but i of any stack."""
-    leads = {dims[0] if dims else () for dims in rule.results}
-    if len(leads) != 1 or len(lead := leads.pop()) != 1 or lead[0] in rule.whole:
+    made = zip(rule.results, result_values(node), strict=True)
+    leads = {dims[0] if dims else () for dims, value in made if isinstance(value, torch.Tensor)}
+    if len(leads) != 1 or len(lead := leads.pop()) != 1:
+        return False
+    if lead[0] in rule.whole | rule.placed:
         return False
     for operand, dims in zip(operand_nodes(node), rule.operands, strict=True):
         if any(lead[0] in dim for dim in dims[1:]):

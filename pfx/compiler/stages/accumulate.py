@@ -25,6 +25,7 @@ def add_in_loops(
     instrs: Sequence[Instr],
     makes: Sequence[Made],
     dtypes: Mapping[int, torch.dtype],
+    left: Sequence[Value],
     fresh: Callable[[Value], Value],
 ) -> tuple[list[Instr], list[Made], list[Made]]:
     """Let loops over layers add what they make of a pipeline's outputs to the sums themselves.
@@ -32,13 +33,15 @@ def add_in_loops(
     Args:
         makes: the outputs that a phase makes, of which some are stacks that a loop makes.
         dtypes: of the outputs that are sums.
+        left: what else is read of the phase: a stack among it is made as such.
         fresh: a new value like the one given, under a number of its own.
 
     Returns:
         The instructions; what is still made; and for every sum that goes in, its output and value.
     """
-    read = {v.number for instr in instrs for v in instr.ins}
-    sums = {v.number: i for i, v in makes if i in dtypes and v.number not in read}
+    uses = Counter(v.number for instr in instrs for v in instr.ins)
+    uses.update(v.number for v in (*left, *(v for _, v in makes)))
+    sums = {v.number: i for i, v in makes if i in dtypes and uses[v.number] == 1}
     out: list[Instr] = []
     added: dict[int, Made] = {}
     for instr in instrs:

@@ -105,8 +105,9 @@ def _phase(
 ) -> Phase:
     """A piece as a block of its own."""
     dtypes = {i: o.dtype for i, o in enumerate(share.instr.made.outputs) if o.summed}
-    instrs, makes, adds = add_in_loops(piece.instrs, makes, dtypes, share.fresh)
-    outputs = {v.number: v for v in (*sends, *(v for _, v in makes), *piece.left)}
+    left = (*sends, *piece.left)
+    instrs, makes, adds = add_in_loops(piece.instrs, makes, dtypes, left, share.fresh)
+    outputs = {v.number: v for v in (*left, *(v for _, v in makes))}
     inputs = [*piece.ins, *(v for _, v in adds)]
     block = Block(share.instr.body.mesh, inputs, list(outputs.values()), owned(instrs))
     block.rows = frozenset(v.number for v in (*piece.ins, *piece.left) if v.number in rows)

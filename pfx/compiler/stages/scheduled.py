@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pfx.compiler.ir import LoopInstr, PipelineInstr
@@ -19,55 +20,76 @@ def schedule_of(instr: PipelineInstr, wanted: str | Schedule | None, where: str)
         ScheduleError: it cannot run.
     """
     axis, mesh = instr.made.axis, instr.body.mesh
-    place, devices = place_of(axis, mesh), mesh.shape[axis]
+    devices, microbatches = mesh.shape[axis], instr.made.length
     made = wanted
     if not isinstance(made, Schedule):
-        held = len(place) // devices
-        name = made or ("1f1b" if held == 1 else "interleaved")
-        virtual = virtual_stages(name) if virtual_stages(name) > 1 else held
-        made = build(name, stages=devices, microbatches=instr.made.length, virtual=virtual)
+        name = made or _usual(place_of(axis, mesh), devices)
+        fixed, held = virtual_stages(name), len(place_of(axis, mesh)) // devices
+        virtual = fixed if fixed > 1 else held
+        made = build(name, stages=devices, microbatches=microbatches, virtual=virtual)
     made = made.computations()
     if not trains(instr):
         made = only_forward(made)
-    where = f"{where}: schedule {made.name!r}"
-    if made.num_devices != devices or made.microbatches != instr.made.length:
+    _check_sizes(made, instr, f"{where}: schedule {made.name!r}")
+    _check_place(made, axis, mesh, f"{where}: schedule {made.name!r}")
+    _check_layers(instr, where)
+    validate(made)
+    if trains(instr) and not any(action.kind in ("B", "I") for _, action in made.actions()):
+        fix = "a schedule with B, or with I and W, for every F"
+        what = "has no backward pass, the function has."
+        raise ShardingError(message(f"{where}: schedule {made.name!r}", what, fix=fix))
+    return made
+
+
+def _usual(place: Sequence[int], devices: int) -> str:
+    """The schedule to use where none is named: the stages' places tell."""
+    if len(place) == devices:
+        return "1f1b"
+    there_and_back = (*range(devices), *reversed(range(devices)))
+    return "zb-v" if tuple(place) == there_and_back else "interleaved"
+
+
+def _check_sizes(made: Schedule, instr: PipelineInstr, where: str) -> None:
+    axis, microbatches = instr.made.axis, instr.made.length
+    devices = instr.body.mesh.shape[axis]
+    if made.num_devices != devices or made.microbatches != microbatches:
         raise ShardingError(
             message(
                 where,
                 "is for another pipeline.",
                 f"schedule: {made.num_devices} devices, {made.microbatches} microbatches",
-                f"pipeline: {axis}={devices}, {instr.made.length} microbatches",
-                fix=f"schedules.build(..., stages={devices}, microbatches={instr.made.length})",
+                f"pipeline: {axis}={devices}, {microbatches} microbatches",
+                fix=f"schedules.build(..., stages={devices}, microbatches={microbatches})",
             )
         )
-    if made.place != place:
+
+
+def _check_place(made: Schedule, axis: str, mesh: Mesh, where: str) -> None:
+    if made.place != place_of(axis, mesh):
         raise ShardingError(
             message(
                 where,
                 "puts the stages on other devices than the mesh puts the layers.",
                 f"schedule: stages on devices {made.place}",
-                f"mesh: {mesh}, stages on devices {place}",
+                f"mesh: {mesh}, stages on devices {place_of(axis, mesh)}",
                 fix=f'make_mesh(..., deals={{"{axis}": Deal({made.place})}})',
             )
         )
-    sizes = dict(mesh.deals)[axis].sizes if axis in dict(mesh.deals) else ()
-    if sizes and sum(sizes) != instr.made.layers:
+
+
+def _check_layers(instr: PipelineInstr, where: str) -> None:
+    deals, layers = dict(instr.body.mesh.deals), instr.made.layers
+    sizes = deals[instr.made.axis].sizes if instr.made.axis in deals else ()
+    if sizes and sum(sizes) != layers:
         raise ShardingError(
             message(
-                f"{where.split(':')[0]}: stages",
-                f"of {sizes} layers do not hold the {instr.made.layers} layers that are scanned.",
-                f"{' + '.join(map(str, sizes))} = {sum(sizes)}; layers: {instr.made.layers}",
-                f"mesh: {mesh}",
-                fix=f"sizes whose sum is {instr.made.layers}, or none for equal ones",
+                f"{where}: stages",
+                f"of {sizes} layers do not hold the {layers} layers that are scanned.",
+                f"{' + '.join(map(str, sizes))} = {sum(sizes)}; layers: {layers}",
+                f"mesh: {instr.body.mesh}",
+                fix=f"sizes whose sum is {layers}, or none for equal ones",
             )
         )
-    validate(made)
-    if trains(instr) and not any(
-        action.kind == "B" or action.kind == "I" for _, action in made.actions()
-    ):
-        fix = "a schedule with B, or with I and W, for every F"
-        raise ShardingError(message(where, "has no backward pass, the function has.", fix=fix))
-    return made
 
 
 def place_of(axis: str, mesh: Mesh) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ neighbour unless it begins here. Nothing is dropped yet: that is for the cut int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from pfx.compiler.ir import Block, Compute, Instr, LoopInstr, PipelineInstr, Value
 
 aten = torch.ops.aten
+_SHAPES = ("size", "sizes", "self_size", "self_sizes", "shape", "input_sizes")  # in schemas of ops
 
 
 @dataclass(frozen=True)
@@ -81,29 +82,30 @@ class Share:
         pick: Callable[[Value], Value] = lambda value: self.now.get(value.number, value)
         if any(v.number in self.stacks for v in instr.ins):
             self.stacks |= {v.number for v in instr.outs if v is not None and v.stack}
-            rank = max(len(v.shape) for v in instr.outs if v is not None)
+            along = {instr.ins[k].number for k in getattr(instr, "rows", ())}
             outs = tuple(None if v is None else self.own(v) for v in instr.outs)
-            pick = lambda value: self.rows(value, rank)
+            pick = lambda value: self.rows(value, along)
         picked = {value.number: pick(value) for value in instr.ins}
         ins = tuple(picked[value.number] for value in instr.ins)
         if not isinstance(instr, Compute):
             return replace(instr, ins=ins, outs=outs)  # type: ignore[arg-type]
-        shape = self.shape if outs is not instr.outs else lambda arg: arg
         args, kwargs = _renamed(instr.args, picked), _renamed(dict(instr.kwargs), picked)
-        args = tuple(shape(arg) for arg in args)
+        if outs is not instr.outs:
+            args = self.shaped(instr.target, args)
         return replace(instr, args=args, kwargs=kwargs, ins=ins, outs=outs)
 
-    def shape(self, arg: Any) -> Any:
-        """A shape that an op is told, with this stage's rows."""
-        sizes = isinstance(arg, (list, tuple)) and len(arg) and isinstance(arg[0], int)
-        if sizes and arg[0] == self.instr.made.layers:
-            return [len(self.layers), *arg[1:]]
-        return arg
+    def shaped(self, target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of an op, with this stage's rows in those that are shapes."""
+        names = _argument_names(target, len(args))
+        layers, own = self.instr.made.layers, len(self.layers)
+        return tuple(
+            [own, *arg[1:]] if name in _SHAPES and list(arg[:1]) == [layers] else arg
+            for name, arg in zip(names, args, strict=True)
+        )
 
-    def rows(self, value: Value, rank: int) -> Value:
-        """This stage's rows of a value that goes along with a stack of some rank."""
-        whole = len(value.shape) == rank and value.shape[0] == self.instr.made.layers
-        if value.number in self.stacks or not whole or self.instr.made.layers == 1:
+    def rows(self, value: Value, along: Collection[int]) -> Value:
+        """This stage's rows of a value that goes along with a stack, or the value itself."""
+        if value.number in self.stacks or value.number not in along:
             return self.now.get(value.number, value)
         return self.select(value)
 
@@ -140,6 +142,11 @@ class Share:
         )  # fmt: skip
         self.loops.append(made)
         return made
+
+
+def _argument_names(target: Any, count: int) -> list[str]:
+    schema = getattr(target, "_schema", None)
+    return [a.name for a in schema.arguments][:count] if schema else [""] * count
 
 
 def _renamed(arg: Any, now: Mapping[int, Value]) -> Any:

@@ -13,6 +13,10 @@ import hypothesis
 import pytest
 import torch
 
+from pfx import api
+from pfx.compiler.lower import Lowered, lower
+from pfx.compiler.program import verify
+
 torch.set_num_threads(1)
 
 # Tracing is slow next to what hypothesis expects of a test, and a shared machine is slower still.
@@ -24,10 +28,6 @@ hypothesis.settings.register_profile(
     "explore", deadline=None, max_examples=200, print_blob=True, suppress_health_check=_SLOW
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
-
-from pfx import api  # noqa: E402
-from pfx.compiler.lower import Lowered, lower  # noqa: E402
-from pfx.compiler.program import verify  # noqa: E402
 
 
 def _lower_and_verify(*args: object, **options: object) -> Lowered:

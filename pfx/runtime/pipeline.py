@@ -127,8 +127,10 @@ class Sums:
             self.next[i, s] += 1
 
     def part(self, i: int, device: int, index: int) -> torch.Tensor:
-        """A device's part of an output; zeros that take no memory where it makes none."""
+        """A device's part of an output; zeros where it makes none, in memory if others may write there."""
         mine = [s for k, s in self.counts if k == i and self.instr.stages[s].device == device]
+        if not mine and self.instr.made.outputs[i].home == EACH:
+            return self.zeros(i)  # the program writes its results over the sums of stacks
         if not mine:
             value = self.instr.outs[i]
             zero = torch.zeros((), dtype=value.dtype, device=self.device)

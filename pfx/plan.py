@@ -82,14 +82,7 @@ class Plan:
         if self.virtual is not None and (type(self.virtual) is not int or self.virtual < 1):
             what = "must be an integer of at least 1, or None."
             raise ShardingError(message(f"Plan: virtual={self.virtual!r}", what))
-        for name in ("virtual", "stage_layers"):
-            if self.pp == 1 and getattr(self, name) is not None:
-                what = "says nothing without a pipeline."
-                where = f"Plan: {name}={getattr(self, name)!r}"
-                raise ShardingError(message(where, what, fix=f"drop {name}, or pp=2 or more"))
         made = self.pipeline
-        if self.pp == 1:
-            return
         wanted = (self.pp, self.microbatches, self.virtual or made.virtual)
         if (made.num_devices, made.microbatches, made.virtual) != wanted:
             raise ShardingError(
@@ -121,7 +114,7 @@ class Plan:
         """Raise unless the stages hold as many layers as a stack has."""
         for name, size in zip(names, shape, strict=True):
             sizes = self.stage_layers
-            if name == STACK and self.pp > 1 and sizes is not None and sum(sizes) != size:
+            if name == STACK and sizes is not None and sum(sizes) != size:
                 raise ShardingError(
                     message(
                         f"Plan: stage_layers={sizes}",

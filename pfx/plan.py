@@ -16,7 +16,7 @@ from pfx import tree
 from pfx.compiler.names import spec_of_names
 from pfx.errors import ShardingError, TreeError, message
 from pfx.mesh import Deal, Mesh, make_mesh
-from pfx.schedules import Schedule, build
+from pfx.schedules import Schedule, build, validate
 from pfx.schedules.build import virtual_stages
 from pfx.spec import Axes, P
 
@@ -41,7 +41,7 @@ class Plan:
         pp: pipeline stages; the stacked layers are split over them, and the scan over layers becomes
             a pipeline (Huang et al. 2019, arXiv:1811.06965).
         schedule: of the pipeline: a name in `pfx.schedules.build`, or a `pfx.schedules.Schedule`.
-        virtual: stages on each device; None: as many as the schedule has, 1 where any will do.
+        virtual: stages on each device; None: as many as the schedule has, 2 for "interleaved".
         stage_layers: the layers of each stage, in order; None: as equal as possible.
         names: logical dim names to mesh axes, added to or replacing the usual ones.
         axes: more mesh axes by name and size, for `names` to use.
@@ -83,6 +83,7 @@ class Plan:
             what = "must be an integer of at least 1, or None."
             raise ShardingError(message(f"Plan: virtual={self.virtual!r}", what))
         made = self.pipeline
+        validate(made)
         wanted = (self.pp, self.microbatches, self.virtual or made.virtual)
         if (made.num_devices, made.microbatches, made.virtual) != wanted:
             raise ShardingError(

@@ -88,12 +88,13 @@ def build(name: str, *, stages: int, microbatches: int, virtual: int = 1) -> Sch
 
 
 def virtual_stages(name: str) -> int:
-    """Return the stages per device that a schedule has; 1 where it takes any number.
+    """Return the stages per device that a schedule usually has: 2 of those that need several.
 
-    >>> virtual_stages("zb-v"), virtual_stages("interleaved")
-    (2, 1)
+    >>> virtual_stages("zb-v"), virtual_stages("interleaved"), virtual_stages("1f1b")
+    (2, 2, 1)
     """
-    return _family(f"schedules.build({name!r})", name).virtual or 1
+    family = _family(f"schedules.build({name!r})", name)
+    return family.virtual or (2 if name == "interleaved" else 1)
 
 
 def _family(where: str, name: str) -> Family:

@@ -3,8 +3,8 @@
 The body must fall apart into stages: what is not a layer runs on the first or the last stage, layers
 hand their carry to the next one, and what a microbatch makes is added up or stacked. Such a loop
 becomes one `Pipeline` node, with an output for every addend and every stage that makes one: the
-embedding's gradient from the lookup is one, that from a tied head another. A loop over split layers
-that is none stays a loop; the report says why, since its layers are then gathered.
+embedding's gradient from the lookup is one, that from a tied head another. A loop that is not a
+pipeline stays a loop: its layers are gathered, and the report says why.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import torch.fx
 
 from pfx.compiler.loops import erase_dead, outputs_of, placeholders, sink_constraints
+from pfx.compiler.origins import source_of
 from pfx.compiler.pipeline.homes import Homes, NoPipelineError
 from pfx.compiler.pipeline.primitive import Output, Pipeline
 from pfx.compiler.pipeline.stacked import (
@@ -60,8 +61,7 @@ def form_pipelines(
             if found := _find(node, stacks, used, rule_of, note):
                 _replace(graph, node, *found)
         except NoPipelineError as why:
-            source = node.meta.get("source", "")
-            note(f"the scan at {source} is over split layers, but is no pipeline: {why}")
+            note(f"the scan at {source_of(node)} is over split layers, but is no pipeline: {why}")
 
 
 def _axes_behind(graph: torch.fx.Graph, inputs: Mapping[Node, Layout]) -> dict[Node, set[str]]:
@@ -107,10 +107,13 @@ def _find(
         raise NoPipelineError("it scans different numbers of layers forward and backward")
     # Inputs that are split alike but not scanned are ordinary operands.
     mine = sources_of([x for n in loops for x in scanned_over(n)], maybe)
-    if others := [n for n in known if n not in mine and n.users]:
-        where = f"the pipeline at {node.meta.get('source', '')}"
-        note(f"{where}: no scan runs over the rows of {len(others)} inputs that {axis!r} splits: "
-             "they are gathered")  # fmt: skip
+    others = [n for n, split in known.items() if split == axis and n not in mine and n.users]
+    if others:
+        shapes = ", ".join(str(tuple(n.meta["val"].shape)) for n in others)
+        note(
+            f"the pipeline at {node.meta.get('source', '')}: {axis!r} splits rows that no scan runs "
+            f"over, of {shapes}: they are gathered"
+        )
     stacked = stacks_of(graph, {n: axis for n in known if n in mine}, rule_of)
     return axis, Homes(graph, loops[0], loops[1] if len(loops) == 2 else None, stacked, rule_of)
 

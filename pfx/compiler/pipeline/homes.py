@@ -1,4 +1,17 @@
-"""On which stage of a pipeline each value of a microbatch can be made: what it depends on tells."""
+"""Assign each value of a microbatch to the stage that can compute it, from what it depends on.
+
+====================================  ===========  ==================================================
+a value that depends on               belongs to   for example
+====================================  ===========  ==================================================
+the microbatch alone                  LAST         the number of labels that count
+what the last layer hands on          LAST         the loss, the head's gradient
+what comes back from the first layer  FIRST        the embedding's gradient
+rows of layers, one by one            EACH         a layer's gradient
+rows of layers, summed up             SHARE        an auxiliary loss of all layers
+rows of layers, in another way        no stage     the largest weight of all layers
+several of these                      no stage     a tied embedding's gradient, until its addends part
+====================================  ===========  ==================================================
+"""
 
 from __future__ import annotations
 
@@ -18,7 +31,7 @@ from pfx.lax.scan import Loop
 
 Node = torch.fx.Node
 aten = torch.ops.aten
-_ALL = "all"  # of the stages together, which none of them is
+_ALL = "all"  # the rows of all stages, in a way that is no sum of each stage's
 
 
 class NoPipelineError(Exception):

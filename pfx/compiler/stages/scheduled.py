@@ -24,8 +24,8 @@ def schedule_of(instr: PipelineInstr, wanted: str | Schedule | None, where: str)
     made = wanted
     if not isinstance(made, Schedule):
         name = made or _usual(place_of(axis, mesh), devices)
-        fixed, held = virtual_stages(name), len(place_of(axis, mesh)) // devices
-        virtual = fixed if fixed > 1 else held
+        held = len(place_of(axis, mesh)) // devices
+        virtual = held if held > 1 else virtual_stages(name)
         made = build(name, stages=devices, microbatches=microbatches, virtual=virtual)
     made = made.computations()
     if not trains(instr):

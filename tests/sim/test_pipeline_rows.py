@@ -174,3 +174,12 @@ def test_an_owed_output_may_be_donated() -> None:
     grads = pfx.jit(fn, mesh=mesh, in_specs=(P("pp"), P(), P()), out_specs=owed)(w, head, xs)
     half = pfx.jit(lambda g: g * 0.5, mesh=mesh, in_specs=owed, out_specs=owed, donate=(0,))(grads)
     torch.testing.assert_close(pfx.device_get(half), fn(w, head, xs) / 2)
+
+
+def test_a_device_without_layers_may_write_over_its_part_of_a_stack() -> None:
+    w, xs = drawn((3, 4, 4), (4, 2, 4))
+    mesh = make_mesh(pp=4, deals={"pp": Deal((0, 1, 2, 3))})
+    fn = total(lambda w, x: pfx.grad(loss)(w, x), torch.zeros_like(w))
+    step = lambda w, xs: w - fn(w, xs) * 0.1
+    jitted = pfx.jit(step, mesh=mesh, in_specs=(P("pp"), P()), out_specs=P("pp"))
+    torch.testing.assert_close(pfx.device_get(jitted(w, xs)), step(w, xs), rtol=1e-9, atol=1e-9)

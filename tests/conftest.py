@@ -50,5 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         tier = item.path.relative_to(_TESTS).parts[0]
         if tier in _TIERS:
             item.add_marker(tier)
+        if tier == "dist":
+            item.add_marker(pytest.mark.timeout(300))  # several processes share the cores
         if no_gpu is not None and item.get_closest_marker("gpu"):
             item.add_marker(no_gpu)

@@ -261,7 +261,7 @@ def repeated(program: Program) -> Iterator[str]:
 
 @pytest.mark.timeout(300)  # many compilations
 @hypothesis.given(cases(max_devices=8))
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=6)
 def test_nothing_is_communicated_to_be_thrown_away(case: Case) -> None:
     program = program_of(case)
     assert list(wasteful(program)) == []

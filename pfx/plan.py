@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from pfx import tree
@@ -150,7 +151,7 @@ class Plan:
         deals = {PIPELINE: Deal(self.pipeline.place, sizes)} if pipeline else None
         return make_mesh(kind=kind, device=device, deals=deals, **axes)
 
-    @property
+    @cached_property
     def pipeline(self) -> Schedule:
         """The schedule of the pipeline: what each of the `pp` devices does with each microbatch."""
         if isinstance(self.schedule, Schedule):

@@ -12,7 +12,6 @@ from pfx import _torch
 from pfx.compiler.adam import fuse_adam
 from pfx.compiler.batched import unmerge_batches
 from pfx.compiler.functional import check_pure
-from pfx.compiler.ir import PipelineInstr
 from pfx.compiler.loops import outputs_of, prune_loops, sink_constraints
 from pfx.compiler.manual import check_meshes, has_regions, settle
 from pfx.compiler.partition import partition
@@ -101,7 +100,7 @@ def lower(
     bucket_collectives(program, bucket_bytes)
     number_in_order(program)
     lay_out_pipelines(program, schedule, bucket_bytes, where)
-    if schedule is not None and not any(isinstance(i, PipelineInstr) for i in program.instrs):
+    if schedule is not None and not program.pipelines():
         program.report.append(
             "schedule: no scan over layers became a pipeline, so nothing runs by it"
         )

@@ -100,22 +100,20 @@ class _Emitter:
 
     def new(self, fake: Any, layout: Layout, role: str = "", name: Name | None = None) -> Value:
         """Number a new value; `name` says what the axes of a manual region are to it."""
-        self.count += 1
-        shape = tuple(fake.shape)
+        number, shape = self.next_number(), tuple(fake.shape)
         if name is not None:
             shape, layout = name.shape(shape, self.mesh), name.full(layout, self.mesh)
-        return Value(self.count, shape, fake.dtype, layout, role)
+        return Value(number, shape, fake.dtype, layout, role)
 
     def like(self, value: Value, *, row: bool = False, stack: int = 0, role: str = "") -> Value:
         """Number a new value in the place of another, of a row of it, or of a stack of it."""
-        self.count += 1
         shape, layout = value.shape, value.layout
         if row:
             varying = self.mesh.ordered((*layout.varying, *layout.dims[0]))
             shape, layout = shape[1:], replace(layout.sliced(), varying=varying)
         if stack:
             shape, layout = (stack, *shape), layout.stacked()
-        return Value(self.count, shape, value.dtype, layout, role)
+        return Value(self.next_number(), shape, value.dtype, layout, role)
 
     def constant(self, node: Node) -> None:
         tensor = getattr(self.module, str(node.target))
@@ -341,8 +339,7 @@ class _Emitter:
         varying = self.mesh.ordered((*value.layout.varying, *missing))
         layout = replace(value.layout, varying=varying)
         move = Move("cast", missing, -1, -1, layout)
-        self.count += 1
-        out = replace(value, number=self.count, layout=layout)
+        out = replace(value, number=self.next_number(), layout=layout)
         self.instrs.append(Reshard(move, (value,), (out,), moves=(move,)))
         return out
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pfx.compiler.deals import emit_move
-from pfx.compiler.ir import Instr, PipelineInstr, Value
+from pfx.compiler.ir import Instr, Value
 from pfx.compiler.program import Program
 from pfx.compiler.reshard import plan_moves
 from pfx.errors import MeshError, message
@@ -140,7 +140,7 @@ class _Prepared:
         """Agree on the program, then make its groups."""
         runtime, mesh = self.runtime, self.runtime.mesh
         store = process_start.start(mesh, runtime.ranks, runtime.timeout, runtime.patience)
-        plans = [str(i.schedule) for i in self.program.instrs if isinstance(i, PipelineInstr)]
+        plans = [str(instr.schedule) for instr in self.program.pipelines()]
         shown = (
             f"mesh {mesh}{mesh.deals or ''}",
             f"deterministic {self.deterministic}{', timed' if self.record else ''}",

@@ -20,7 +20,7 @@ import torch.fx
 from pfx.compiler.loops import erase_dead, outputs_of, placeholders, sink_constraints
 from pfx.compiler.origins import source_of
 from pfx.compiler.pipeline.homes import Homes, NoPipelineError
-from pfx.compiler.pipeline.primitive import Output, Pipeline
+from pfx.compiler.pipeline.primitive import FIRST, LAST, Output, Pipeline
 from pfx.compiler.pipeline.stacked import (
     RuleOf,
     Stacks,
@@ -186,7 +186,7 @@ def _terms(loop: Loop, homes: Homes) -> list[_Term]:
                 if addend not in homes.needs:
                     homes.insert(addend)
                 found += [_Term(i, term) for term in homes.terms(addend)]
-        elif homes.of(out) not in ("first", "last"):
+        elif homes.of(out) not in (FIRST, LAST):
             raise NoPipelineError(
                 f"{out.name} is stacked for each microbatch and made on several stages; "
                 "take gradients inside the scan over microbatches, and add them up there"

@@ -13,7 +13,7 @@ from typing import Any
 from pfx.compiler.ir import PipelineInstr, Stage
 from pfx.compiler.stages.phases import stage_of
 from pfx.compiler.stages.share import Layers, Share
-from pfx.mesh import Deal, Mesh
+from pfx.mesh import Mesh
 from pfx.schedules.action import Schedule
 from pfx.schedules.in_turn import in_turn
 
@@ -38,11 +38,9 @@ def lay_out(instr: PipelineInstr, schedule: Schedule, bucket_bytes: int) -> Pipe
 
 def layers_of(axis: str, layers: int, mesh: Mesh, schedule: Schedule) -> Iterator[Layers]:
     """The layers of each stage; a device's own part of a stack has those of its stages in order."""
-    deal = dict(mesh.deals).get(axis) or Deal(schedule.place)
+    blocks = mesh.blocks(axis, layers)
     held = [0] * mesh.shape[axis]
-    for stage, (device, (start, stop)) in enumerate(
-        zip(schedule.place, deal.blocks(layers), strict=True)
-    ):
+    for stage, (device, (start, stop)) in enumerate(zip(schedule.place, blocks, strict=True)):
         rows = held[device], held[device] + stop - start
         held[device] = rows[1]
         yield Layers(device, start, stop, rows, stage == 0, stage == schedule.stages - 1)

@@ -23,8 +23,9 @@ def schedule_of(instr: PipelineInstr, wanted: str | Schedule | None, where: str)
     devices, microbatches = mesh.shape[axis], instr.made.length
     made = wanted
     if not isinstance(made, Schedule):
-        name = made or _usual(place_of(axis, mesh), devices)
-        held = len(place_of(axis, mesh)) // devices
+        place = mesh.deal(axis).place
+        name = made or _usual(place, devices)
+        held = len(place) // devices
         virtual = held if held > 1 else virtual_stages(name)
         made = build(name, stages=devices, microbatches=microbatches, virtual=virtual)
     made = made.computations()
@@ -65,21 +66,21 @@ def _check_sizes(made: Schedule, instr: PipelineInstr, where: str) -> None:
 
 
 def _check_place(made: Schedule, axis: str, mesh: Mesh, where: str) -> None:
-    if made.place != place_of(axis, mesh):
+    place = mesh.deal(axis).place
+    if made.place != place:
         raise ShardingError(
             message(
                 where,
                 "puts the stages on other devices than the mesh puts the layers.",
                 f"schedule: stages on devices {made.place}",
-                f"mesh: {mesh}, stages on devices {place_of(axis, mesh)}",
+                f"mesh: {mesh}, stages on devices {place}",
                 fix=f'make_mesh(..., deals={{"{axis}": Deal({made.place})}})',
             )
         )
 
 
 def _check_layers(instr: PipelineInstr, where: str) -> None:
-    deals, layers = dict(instr.body.mesh.deals), instr.made.layers
-    sizes = deals[instr.made.axis].sizes if instr.made.axis in deals else ()
+    layers, sizes = instr.made.layers, instr.body.mesh.deal(instr.made.axis).sizes
     if sizes and sum(sizes) != layers:
         raise ShardingError(
             message(
@@ -90,12 +91,6 @@ def _check_layers(instr: PipelineInstr, where: str) -> None:
                 fix=f"sizes whose sum is {layers}, or none for equal ones",
             )
         )
-
-
-def place_of(axis: str, mesh: Mesh) -> tuple[int, ...]:
-    """The device of each stage: as the axis deals its rows, or one stage a device."""
-    deals = dict(mesh.deals)
-    return deals[axis].place if axis in deals else tuple(range(mesh.shape[axis]))
 
 
 def trains(instr: PipelineInstr) -> bool:

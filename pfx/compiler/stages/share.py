@@ -54,7 +54,6 @@ class Share:
     def __post_init__(self) -> None:
         body = self.instr.body
         self.count = max(v.number for v in _defined(body))
-        self.stacks = {v.number for v in body.inputs if v.stack}
         self.now: dict[int, Value] = {}  # values that are others on this stage
         self.inputs = [self.own(v) for v in body.inputs]
         for instr in body.instrs:
@@ -68,7 +67,7 @@ class Share:
 
     def own(self, value: Value) -> Value:
         """A value with this stage's rows, if it is a stack of layers."""
-        if value.number not in self.stacks:
+        if not value.stack:
             return value
         assert not value.layout.dims[0], f"the layers of {value} are split inside a stage"
         self.now[value.number] = replace(value, shape=(len(self.layers), *value.shape[1:]))
@@ -80,8 +79,7 @@ class Share:
             return self.loop(instr)
         outs: tuple[Value | None, ...] = instr.outs
         pick: Callable[[Value], Value] = lambda value: self.now.get(value.number, value)
-        if any(v.number in self.stacks for v in instr.ins):
-            self.stacks |= {v.number for v in instr.outs if v is not None and v.stack}
+        if any(v.stack for v in instr.ins):
             along = {instr.ins[k].number for k in getattr(instr, "rows", ())}
             outs = tuple(None if v is None else self.own(v) for v in instr.outs)
             pick = lambda value: self.rows(value, along)
@@ -105,7 +103,7 @@ class Share:
 
     def rows(self, value: Value, along: Collection[int]) -> Value:
         """This stage's rows of a value that goes along with a stack, or the value itself."""
-        if value.number in self.stacks or value.number not in along:
+        if value.stack or value.number not in along:
             return self.now.get(value.number, value)
         return self.select(value)
 
@@ -122,7 +120,6 @@ class Share:
     def loop(self, instr: LoopInstr) -> LoopInstr:
         """A loop over this stage's layers, whose carry comes from a neighbour unless it begins here."""
         c, x = instr.num_carry, instr.num_xs
-        self.stacks |= {v.number for v in instr.outs[c:]}
         kind = "B" if self.loops else "F"
         begins = self.layers.last if kind == "B" else self.layers.first
         if begins:
@@ -131,8 +128,7 @@ class Share:
             carry = tuple(self.fresh(v) for v in instr.body.inputs[:c])
             self.receives[kind] = carry
         xs = [
-            self.now.get(v.number, v) if v.number in self.stacks else self.select(v)
-            for v in instr.ins[c : c + x]
+            self.now.get(v.number, v) if v.stack else self.select(v) for v in instr.ins[c : c + x]
         ]
         consts = (self.now.get(v.number, v) for v in instr.ins[c + x :])
         outs = (*instr.outs[:c], *(self.own(v) for v in instr.outs[c:]))

@@ -7,8 +7,7 @@ gradients too, stage 3 the parameters too.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,6 +24,7 @@ DATA = "dp"
 TENSOR = "tp"
 PIPELINE = "pp"
 STACK = "layers"  # the dim a scan runs over is never split by ZeRO
+_KEEPERS = {DATA: "ZeRO", PIPELINE: "every stage"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +197,15 @@ class Plan:
             specs.append(spec_of_names(text, leaf.shape, self.logical_names, mesh, note))
         return tree.unflatten(treedef, specs)
 
-    def sharded_specs(self, axes: Any, shapes: Any, mesh: Mesh, report: list[str]) -> Any:
-        """The compute specs, with one more dim of each parameter split over "dp" where one divides."""
+    def sharded_specs(
+        self, axes: Any, shapes: Any, mesh: Mesh, report: list[str], over: Sequence[str] = (DATA,)
+    ) -> Any:
+        """The compute specs, with a dim of each parameter split over each axis of `over` as well.
+
+        The data axis takes the largest dim it divides, and the pipeline's axis one that the data
+        axis leaves, if it can: what is split over both then moves along one axis at a time. Where
+        no dim divides the spec stays as it is; a line in `report` says so.
+        """
         specs = self.compute_specs(axes, shapes, mesh, [])
         pairs, treedef = tree.flatten_with_path(shapes)
         names = _axes_leaves(axes, treedef, pairs)
@@ -206,13 +213,15 @@ class Plan:
         for (path, leaf), text, spec in zip(
             pairs, names, tree.leaves(specs, _is_spec), strict=True
         ):
-            split = _with_data_axis(spec, text.split(), leaf.shape, mesh)
-            if split is None:
-                report.append(
-                    f"params{tree.path_string(path)}: no dim of {tuple(leaf.shape)} divides by "
-                    f"{DATA}={mesh.shape[DATA]}: ZeRO keeps it whole"
-                )
-            out.append(spec if split is None else split)
+            dims = _Dims(text.split(), leaf.shape, mesh)
+            split = dims.with_axes(spec, over)
+            report += [
+                f"params{tree.path_string(path)}: no dim of {tuple(leaf.shape)} as {spec} divides "
+                f"by {axis}={mesh.shape[axis]}: {_KEEPERS[axis]} keeps it whole"
+                for axis in over
+                if mesh.shape[axis] > 1 and axis not in split.axes
+            ]
+            out.append(split)
         return tree.unflatten(treedef, out)
 
 
@@ -241,25 +250,51 @@ def _axes_leaves(axes: Any, treedef: tree.TreeDef, pairs: Sequence[Any]) -> list
         ) from None
 
 
-def _with_data_axis(spec: P, names: list[str], shape: Sequence[int], mesh: Mesh) -> P | None:
-    """Add the data axis to the largest dim it divides; whole dims first, the stack dim never."""
-    n = mesh.shape[DATA]
-    if n == 1:
-        return spec
-    entries: list[Axes] = [(e,) if isinstance(e, str) else tuple(e or ()) for e in spec]
-    entries += [()] * (len(shape) - len(entries))
-    if any(DATA in e for e in entries):
-        return spec
-    best = None
-    for dim, (name, size, axes) in enumerate(zip(names, shape, entries, strict=True)):
-        if name == STACK or not mesh.even((*axes, DATA), size):
-            continue
-        rank = (not axes, mesh.extent(axes, size))
-        if best is None or rank > best[0]:
-            best = (rank, dim)
-    if best is None:
-        return None
-    dim = best[1]
-    entries[dim] = (*entries[dim], DATA)
-    assert math.prod(shape) > 0
+@dataclass(frozen=True)
+class _Dims:
+    """The dims of one parameter, to choose from for a further axis."""
+
+    names: Sequence[str]
+    shape: Sequence[int]
+    mesh: Mesh
+
+    def with_axes(self, spec: P, over: Collection[str]) -> P:
+        """Split over the data axis, the pipeline's, or both."""
+        data = self.with_axis(spec, DATA)
+        split = data if DATA in over else spec
+        if PIPELINE not in over:
+            return split
+        both = self.with_axis(data, PIPELINE)
+        if PIPELINE not in both.axes:
+            return self.with_axis(split, PIPELINE)
+        return both if split == data else _without(both, DATA)
+
+    def with_axis(self, spec: P, axis: str) -> P:
+        """Add an axis to the largest dim it can split; whole dims first, the stack dim never."""
+        if self.mesh.shape.get(axis, 1) == 1 or axis in spec.axes:
+            return spec
+        entries = [*map(_axes_of, spec), *[()] * (len(self.shape) - len(spec))]
+        ranks = {
+            dim: (not axes, self.mesh.extent(axes, size))
+            for dim, (name, size, axes) in enumerate(
+                zip(self.names, self.shape, entries, strict=True)
+            )
+            if name != STACK and self.mesh.splits((*axes, axis), size)
+        }
+        if not ranks:
+            return spec
+        dim = max(ranks, key=lambda dim: (ranks[dim], -dim))
+        entries[dim] = (*entries[dim], axis)
+        return _spec_of(entries)
+
+
+def _without(spec: P, axis: str) -> P:
+    return _spec_of([tuple(a for a in _axes_of(entry) if a != axis) for entry in spec])
+
+
+def _axes_of(entry: str | Axes | None) -> Axes:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def _spec_of(entries: Sequence[Axes]) -> P:
     return P(*(None if not e else e[0] if len(e) == 1 else e for e in entries))

@@ -21,7 +21,7 @@ from pfx.compiler.program import Program
 from pfx.errors import ShardingError, message
 from pfx.lax import constrain, label, scan
 from pfx.mesh import Mesh
-from pfx.plan import DATA, Plan
+from pfx.plan import DATA, PIPELINE, Plan
 from pfx.schedules import Timeline
 from pfx.spec import P
 
@@ -106,8 +106,7 @@ class TrainStep:
         """What the plan could not split, one line each."""
         lines: list[str] = []
         self.plan.compute_specs(self.axes, self.shapes.params, self.mesh, lines)
-        if self.plan.zero:
-            self.plan.sharded_specs(self.axes, self.shapes.params, self.mesh, lines)
+        self._specs(stage=1, kept=True, report=lines)
         return lines
 
     @cached_property
@@ -115,19 +114,22 @@ class TrainStep:
         """The spec each parameter is computed with."""
         return self.plan.compute_specs(self.axes, self.shapes.params, self.mesh, [])
 
-    @cached_property
-    def sharded_specs(self) -> Any:
-        """The spec of what ZeRO shards; the compute specs at stage 0."""
-        if not self.plan.zero:
-            return self.compute_specs
-        return self.plan.sharded_specs(self.axes, self.shapes.params, self.mesh, [])
+    def _specs(self, *, stage: int, kept: bool, report: list[str] | None = None) -> Any:
+        """The specs of what ZeRO shards from a stage on, in a step or kept between steps.
+
+        What the stages of a pipeline share, such as a tied embedding, is split over them while it
+        is kept: none holds the whole of what another one uses.
+        """
+        over = [DATA] * (self.plan.zero >= stage) + [PIPELINE] * (kept and self.plan.pp > 1)
+        report = [] if report is None else report
+        return self.plan.sharded_specs(self.axes, self.shapes.params, self.mesh, report, over)
 
     @cached_property
     def state_specs(self) -> TrainState:
         """Where parameters and optimizer state are kept between steps."""
-        kept = self.sharded_specs if self.plan.zero >= 3 else self.compute_specs
-        state = self._mirrored(self.shapes.opt_state, self.sharded_specs)
-        return TrainState(kept, state, P(), P())
+        moments = self._specs(stage=1, kept=True)
+        state = self._mirrored(self.shapes.opt_state, moments)
+        return TrainState(self._specs(stage=3, kept=True), state, P(), P())
 
     def _mirrored(self, opt_state: Any, specs: Any) -> Any:
         """Give each leaf of the optimizer state the spec of the parameter it mirrors, if any."""
@@ -233,7 +235,7 @@ class TrainStep:
     def pure_step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """The step itself, a pure function for one device; what `step` compiles."""
         key = random.fold_in(state.key, state.step)
-        grads, loss_sum, weight, metrics = self._accumulate(state.params, batch, key)
+        grads, loss_sum, weight, metrics = self._accumulate(self._used(state.params), batch, key)
         scale = torch.where(weight > 0, 1 / torch.where(weight > 0, weight, 1).double(), 0)
         grads = label(tree.map(lambda g: g * scale.to(g.dtype), grads), "gradients")
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
@@ -279,11 +281,15 @@ class TrainStep:
         grads, (loss_sum, weight, metrics) = torch.func.grad(loss, has_aux=True)(params)
         return label(grads, "gradients"), loss_sum, weight, metrics
 
+    def _used(self, params: Any) -> Any:
+        """The parameters of a step: all that a stage of the pipeline needs is with it."""
+        return constrain(params, self._specs(stage=3, kept=False)) if self.plan.pp > 1 else params
+
     def _gathered(self, params: Any) -> Any:
         """ZeRO 2 and 3: compute with whole parameters, hand back sharded gradients."""
         if self.plan.zero < 2 or self.mesh.shape.get(DATA, 1) == 1:
             return params
-        return constrain(params, self.compute_specs, grad_spec=self.sharded_specs)
+        return constrain(params, self.compute_specs, grad_spec=self._specs(stage=2, kept=False))
 
     def on_one_device(self) -> TrainStep:
         """The same step on a mesh of one device: the oracle of every plan."""

@@ -57,36 +57,44 @@ def bill(program: Program) -> Counter[tuple[str, tuple[int, ...], int]]:
     return found
 
 
-def parameters(case: Case) -> Iterator[int]:
-    """The local bytes of the gradient of every parameter that is no stack of layers."""
+def parameters(case: Case) -> Iterator[tuple[int, bool]]:
+    """The local bytes of every parameter that is no stack of layers, and whether stages split it."""
     train = case.train()
     leaves = pfx.tree.leaves(train.shapes.params)
-    specs = pfx.tree.leaves(train.compute_specs, lambda node: isinstance(node, P))
-    for leaf, spec in zip(leaves, specs, strict=True):
-        axes = [a for entry in spec for a in ((entry,) if isinstance(entry, str) else entry or ())]
-        if "pp" not in axes:
-            yield math.prod(leaf.shape) * 8 // train.mesh.count(axes)
+    used, kept = (
+        pfx.tree.leaves(specs, lambda node: isinstance(node, P))
+        for specs in (train.compute_specs, train.state_specs.params)
+    )
+    for leaf, spec, between in zip(leaves, used, kept, strict=True):
+        if "pp" not in spec.axes:
+            bytes_ = math.prod(leaf.shape) * 8 // train.mesh.count(spec.axes)
+            yield bytes_, "pp" in between.axes
 
 
 def expected_bill(case: Case, scalars: int) -> Counter[tuple[str, tuple[int, ...], int]]:
-    """Activations and gradients over every boundary, one reduction a parameter, and scalars."""
+    """Activations and gradients over every boundary; each shared parameter once there and back."""
     plan = pfx.Plan(**case.plan)
     place = plan.pipeline.place
     crossed = sum(a != b for a, b in zip(place, place[1:], strict=False))
     seq = SEQ // plan.tp if plan.sequence_parallel else SEQ
     shape = (case.rows, seq, case.model.embed_dim)
     found = Counter({("send", shape, math.prod(shape) * 8): 2 * crossed * plan.microbatches})
-    for size in parameters(case):
-        found["all_reduce", (), size] += 1
+    for size, split in parameters(case):
+        for op in ("all_gather", "reduce_scatter") if split else ("all_reduce",):
+            found[op, (), size] += 1
     found["all_reduce", (), 0] = scalars
     return found
 
 
 @pytest.mark.parametrize("name", [name for name in PLANS if "zero" not in PLANS[name]])
 def test_sends_one_reduction_a_parameter_and_scalars_are_all(name: str) -> None:
-    """The scalars: the loss, its weight, the metric, and the layers' share of the norm."""
+    """The scalars: the loss, its weight, the metric, and the stages' share of the norm.
+
+    Where stages share what they cannot split, its squares are not added to those of the layers.
+    """
     case = case_of(PLANS[name])
-    assert bill(program_of(case)) == expected_bill(case, scalars=4)
+    whole = any(not split for _, split in parameters(case))
+    assert bill(program_of(case)) == expected_bill(case, scalars=4 + whole)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -96,16 +104,17 @@ def test_sends_of_a_model(family: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PLANS if "zero" in PLANS[name]])
-def test_nothing_is_gathered_along_the_pipeline(name: str) -> None:
+def test_only_what_stages_share_is_gathered_along_the_pipeline(name: str) -> None:
     """Beside ZeRO a gradient's sum over stages may be a scatter over the data axis as well."""
     case = case_of(PLANS[name])
     plan, program = pfx.Plan(**case.plan), program_of(case)
     along = [c for c in program.collectives() if "pp" in c.axes]
-    assert {c.op for c in along} <= {"send", "all_reduce", "reduce_scatter"}
-    sends = sum(c.count for c in along if c.op == "send")
-    assert sends == 2 * (plan.pp - 1) * plan.microbatches
-    sums = [c for c in along if c.op != "send" and c.shape]
-    assert sum(c.count for c in sums) == len(list(parameters(case)))
+    count = lambda *ops: sum(c.count for c in along if c.op in ops and c.shape)
+    assert {c.op for c in along} <= {"send", "all_reduce", "reduce_scatter", "all_gather"}
+    assert count("send") == 2 * (plan.pp - 1) * plan.microbatches
+    shared = list(parameters(case))
+    assert count("all_reduce", "reduce_scatter") == len(shared)
+    assert count("all_gather") == sum(split for _, split in shared)
 
 
 # What a stage does --------------------------------------------------------------------------------
@@ -178,7 +187,7 @@ def test_size_does_not_grow_with_layers_microbatches_or_stages() -> None:
         (64, {"pp": 2, "microbatches": 32}),
         (64, {"pp": 8, "microbatches": 16}),
     ]
-    programs = [program_of(case_of(plan, num_layers=layers)) for layers, plan in plans]
+    programs = [program_of(case_of(plan, num_layers=n, embed_dim=8)) for n, plan in plans]
     assert len({size(program) for program in programs}) == 1
     assert [own_phases(program) for program in programs] == [2, 2, 3]
 

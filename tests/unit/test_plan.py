@@ -59,8 +59,8 @@ def test_zero_splits_the_largest_whole_dim_over_dp_and_never_the_stack() -> None
         "t": P(),
     }
     assert lines == [
-        "params['b']: no dim of (12,) divides by dp=2: ZeRO keeps it whole",
-        "params['t']: no dim of () divides by dp=2: ZeRO keeps it whole",
+        "params['b']: no dim of (12,) as P('tp') divides by dp=2: ZeRO keeps it whole",
+        "params['t']: no dim of () as P() divides by dp=2: ZeRO keeps it whole",
     ]
 
 

@@ -71,11 +71,11 @@ def sources_of(targets: Collection[Node], stacks: Mapping[Node, str]) -> set[Nod
 
 
 def _leaves_rows(constraint: Constraint, axis: str) -> bool:
-    """Tell whether a constraint leaves dim 0 whole, or split as the stack's is."""
+    """Tell whether a constraint leaves dim 0 split as the stack's is."""
     if isinstance(constraint.spec, str) or isinstance(constraint.grad_spec, str):
         return True
     firsts = {spec[0] for spec in (constraint.spec, constraint.grad_spec) if len(spec)}
-    return firsts <= {None, (), axis, (axis,)}
+    return firsts <= {axis, (axis,)}
 
 
 def _row_by_row(node: Node, stacks: Mapping[Node, str], rule: Rule) -> bool:

@@ -16,8 +16,17 @@ SOURCES = sorted((ROOT / "pfx").rglob("*.py"))
 
 # Top-level modules of everything that is an extra in pyproject.toml.
 OPTIONAL = {
-    *("IPython", "PIL", "hypothesis", "ipykernel", "jax", "jaxlib", "matplotlib", "nbclient"),
-    *("nbformat", "pytest", "rich", "safetensors", "tokenizers", "transformers", "tyro"),
+    *("IPython", "PIL", "hypothesis", "ipykernel", "jax", "jaxlib", "jinja2", "matplotlib"),
+    *(
+        "nbclient",
+        "nbformat",
+        "pytest",
+        "rich",
+        "safetensors",
+        "tokenizers",
+        "transformers",
+        "tyro",
+    ),
 }
 # file pattern -> the private or process-bound parts of torch that it may name
 MAY_NAME = {

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pfx.data.documents import MASK_SUFFIX
 from pfx.data.error import DataError
 from pfx.data.indexed import dtype_for, pair
 from pfx.data.indexed_writer import IndexedWriter, finish_together
@@ -24,7 +25,6 @@ Progress = Callable[[int, int], None]
 
 OnBad = Literal["collect", "stop"]
 _KEPT_BAD_LINES = 1000
-MASK_SUFFIX = "_mask"
 
 
 @dataclass(frozen=True)

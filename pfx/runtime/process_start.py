@@ -40,8 +40,9 @@ def ranks(mesh: Mesh) -> Ranks:
         MeshError: when neither did, or their number is not the mesh's size.
     """
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    if dist.is_initialized():
-        found = Ranks(dist.get_rank(), dist.get_world_size(), local)
+    joined = running()
+    if joined is not None:
+        found = joined
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         found = Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), local)
     else:
@@ -66,6 +67,19 @@ def ranks(mesh: Mesh) -> Ranks:
             )
         )
     return found
+
+
+def running() -> Ranks | None:
+    """This process's ranks where it has joined the others already."""
+    if not dist.is_initialized():
+        return None
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    return Ranks(dist.get_rank(), dist.get_world_size(), local)
+
+
+def shared_store() -> Any:
+    """The store that all processes share, once they have joined."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def seconds(wanted: float | None, default: float) -> float:
@@ -112,7 +126,7 @@ def start(mesh: Mesh, ranks: Ranks, meeting: float, collective: float) -> Any:
             world_size=ranks.size,
             timeout=timedelta(seconds=collective),
         )
-    return dist.distributed_c10d._get_default_store()
+    return shared_store()
 
 
 def _rendezvous(mesh: Mesh, ranks: Ranks, meeting: float) -> Any:

@@ -5,6 +5,9 @@ from torch.func import hessian as hessian
 from torch.func import jacfwd as jacfwd
 from torch.func import jacrev as jacrev
 
+# Saving and restoring.
+from pfx import checkpoint as checkpoint
+
 # Collectives, inside `shard_map`.
 from pfx import lax as lax
 

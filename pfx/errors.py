@@ -38,6 +38,10 @@ class TraceError(PfxError, TypeError):
     """A Python construct that cannot be part of a pure, traceable function."""
 
 
+class CheckpointError(PfxError, ValueError):
+    """A checkpoint that is not there, is damaged, or does not hold what is asked of it."""
+
+
 class RuntimeMismatchError(PfxError, RuntimeError):
     """Ranks that would not run the same program, or a rank that never arrived."""
 

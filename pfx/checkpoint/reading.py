@@ -1,0 +1,224 @@
+"""Reading boxes of tensors from shard files: only the bytes that are wanted, by a few threads.
+
+A piece that is wanted whole is checked against its checksum on the way. Of a piece that is wanted in
+part only the part is read, which no checksum covers: `verify` reads everything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pfx.checkpoint.boxes import Box, extents, intersection, whole, within
+from pfx.checkpoint.checksum import HOT, Checksum
+from pfx.checkpoint.manifest import Leaf, Manifest, Piece
+from pfx.checkpoint.values import DTYPES, as_bits
+from pfx.errors import CheckpointError, message
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+THREADS = 4
+_GAP = 4096  # bytes between two wanted stretches that are read along: a page is what a disk reads
+_LARGE = 4 << 20  # bytes from which memory is asked for in large pages
+_LINE = 64  # the alignment that torch gives tensors; kernels may add up otherwise without it
+
+
+class Shards:
+    """The open shard files of a step.
+
+    Attributes:
+        bytes_read: so far, of all files.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.sizes, self.bytes_read = folder, manifest.head.files, 0
+        self._handles: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Shards:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self._handles.values():
+            os.close(handle)
+
+    def read(self, name: str, offset: int, room: Bytes) -> None:
+        """Fill memory with the bytes at an offset.
+
+        Raises:
+            CheckpointError: the file is missing, has another size, or cannot be read.
+        """
+        path, done = self.folder / name, 0
+        try:
+            handle = self._handle(name)
+            while done < len(room):
+                count = os.preadv(handle, [room[done:].data], offset + done)
+                if not count:
+                    raise CheckpointError(message(str(path), f"ends at byte {offset + done}."))
+                done += count
+        except OSError as error:
+            what = f"cannot be read: {error.strerror or error}."
+            raise CheckpointError(message(str(path), what)) from error
+        with self._lock:
+            self.bytes_read += done
+
+    def _handle(self, name: str) -> int:
+        with self._lock:
+            if name not in self._handles:
+                handle = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
+                self._handles[name] = handle
+                size = os.fstat(handle).st_size
+                if size != self.sizes[name]:
+                    what = f"has {size} bytes; the manifest says {self.sizes[name]}."
+                    raise CheckpointError(message(str(self.folder / name), what))
+        return self._handles[name]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A box of a leaf, and the tensor that takes it."""
+
+    leaf: Leaf
+    box: Box
+    out: torch.Tensor
+
+
+def room_for(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialized tensor, in large pages where the system has them: new ones come twice as fast."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _LARGE:
+        return torch.empty(shape, dtype=dtype)
+    memory = np.empty(nbytes + _LINE, np.uint8)  # numpy asks for large pages, torch does not
+    start = -memory.ctypes.data % _LINE
+    return torch.from_numpy(memory[start : start + nbytes]).view(dtype).view(tuple(shape))
+
+
+def read(shards: Shards, wanted: Iterable[Wanted]) -> None:
+    """Read everything that is wanted.
+
+    Raises:
+        CheckpointError: a file cannot be read, or a piece is not what was written, naming both.
+    """
+    jobs = [
+        (each, piece, shared)
+        for each in wanted
+        for piece in each.leaf.pieces
+        if (shared := intersection(piece.box, each.box)) is not None
+    ]
+    in_threads(lambda job: _read_piece(shards, *job), sorted(jobs, key=_position))
+
+
+def in_threads(act: Callable[[Any], None], jobs: Sequence[Any]) -> None:
+    """Do all jobs in a few threads; the first error ends them."""
+    if len(jobs) <= 1:
+        for job in jobs:
+            act(job)
+        return
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
+        futures = [threads.submit(act, job) for job in jobs]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            threads.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def _position(job: tuple[Wanted, Piece, Box]) -> tuple[str, int]:
+    return job[1].file, job[1].offset
+
+
+def _read_piece(shards: Shards, wanted: Wanted, piece: Piece, box: Box) -> None:
+    out = wanted.out
+    for dim, (start, stop) in enumerate(within(box, wanted.box)):
+        out = out.narrow(dim, start, stop - start)
+    bits = as_bits(out)
+    if box == piece.box:
+        room = _flat(bits) if bits.is_contiguous() else np.empty(piece.length, np.uint8)
+        check_piece(shards, wanted.leaf, piece, room)
+        if not bits.is_contiguous():
+            bits.copy_(torch.from_numpy(room).view(bits.dtype).view(bits.shape))
+        return
+    part = within(box, piece.box)
+    _read_part(shards, piece, part, DTYPES[wanted.leaf.dtype].itemsize, bits)
+
+
+def check_piece(shards: Shards, leaf: Leaf, piece: Piece, room: Bytes) -> None:
+    """Read a whole piece and compare its checksum.
+
+    Raises:
+        CheckpointError: it differs.
+    """
+    found = Checksum()
+    for start in range(0, piece.length, HOT):
+        stretch = room[start : start + HOT]
+        shards.read(piece.file, piece.offset + start, stretch)
+        found.add(stretch)
+    if found.digest() != piece.checksum:
+        raise CheckpointError(
+            message(
+                str(shards.folder / piece.file),
+                f"is damaged: {piece_text(leaf, piece)} has another checksum than was written.",
+            )
+        )
+
+
+def piece_text(leaf: Leaf, piece: Piece) -> str:
+    """Name a piece: ``params['w'][0:4, 0:8] (bytes 4096 to 4224)``."""
+    index = "" if piece.box == whole(leaf.shape) else _index(piece.box)
+    end = piece.offset + piece.length
+    return f"{''.join(leaf.path) or 'the tree'}{index} (bytes {piece.offset} to {end})"
+
+
+def _index(box: Box) -> str:
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
+
+
+def _read_part(shards: Shards, piece: Piece, part: Box, itemsize: int, out: torch.Tensor) -> None:
+    """Read a box of a piece, stretch by stretch, into a tensor of its shape."""
+    sizes, shape = extents(piece.box), extents(part)
+    strides = [math.prod(sizes[dim + 1 :]) * itemsize for dim in range(len(sizes))]
+    inner, length = _stretch(shape, strides, itemsize)
+    exact = length == math.prod(shape[inner:]) * itemsize
+    base = piece.offset + sum(start * s for (start, _), s in zip(part, strides, strict=True))
+    room = None if exact and out.is_contiguous() else np.empty(length, np.uint8)
+    for outer in itertools.product(*map(range, shape[:inner])):
+        at = base + sum(i * stride for i, stride in zip(outer, strides, strict=False))
+        target = out[outer]
+        if room is None:
+            shards.read(piece.file, at, _flat(target))
+            continue
+        shards.read(piece.file, at, room)
+        elements = np.lib.stride_tricks.as_strided(
+            room[: length // itemsize * itemsize].view(f"V{itemsize}"),
+            shape[inner:],
+            strides[inner:],
+        )
+        packed = np.ascontiguousarray(elements).view(np.uint8).reshape(-1)
+        target.copy_(torch.from_numpy(packed).view(out.dtype).view(target.shape))
+
+
+def _stretch(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
+    """From which dim on a box is read in one go, gaps included, and the bytes from first to last."""
+    length, inner = itemsize, len(shape)
+    for dim in reversed(range(len(shape))):
+        if shape[dim] > 1 and strides[dim] - length > _GAP:
+            break
+        length += (shape[dim] - 1) * strides[dim]
+        inner = dim
+    return inner, length
+
+
+def _flat(tensor: torch.Tensor) -> Bytes:
+    """The memory of a contiguous tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()

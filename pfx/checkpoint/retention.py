@@ -1,0 +1,98 @@
+"""Which steps are kept, by tier; and how those that are not go away without leaving half a step."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from pfx.checkpoint.directory import (
+    DISCARDED,
+    UNFINISHED,
+    Place,
+    head_of,
+    places,
+)
+from pfx.checkpoint.disk import sync_folder
+from pfx.checkpoint.manifest import Head
+from pfx.errors import CheckpointError, message
+
+TIERS = ("temporary", "regular", "best", "final")
+
+
+def check_tier(tier: str, keep: int | None, metric: float | None) -> None:
+    """Raise unless a tier, its keep and its metric go together."""
+    if tier not in TIERS:
+        fix = f"one of {', '.join(map(repr, TIERS))}"
+        raise CheckpointError(message(f"save: tier={tier!r}", "is unknown.", fix=fix))
+    if (tier == "best") != (metric is not None):
+        what = "needs a metric to go by." if metric is None else "has no use for a metric."
+        fix = 'tier="best", metric=loss' if metric is None else "drop metric="
+        raise CheckpointError(message(f"save: tier={tier!r}", what, fix=fix))
+    if keep is not None and (type(keep) is not int or keep < 1):
+        what = "must be an integer of at least 1, or None."
+        raise CheckpointError(message(f"save: keep={keep!r}", what))
+    if keep is not None and tier in ("temporary", "final"):
+        kept = {"temporary": "only the last one is kept", "final": "all are kept"}[tier]
+        what = f"has no meaning for tier={tier!r}: {kept}."
+        raise CheckpointError(message(f"save: keep={keep}", what, fix="drop keep="))
+
+
+def superfluous(heads: Mapping[Place, Head], saved: Place, keep: int | None) -> list[Place]:
+    """The steps that go once `saved` is durable.
+
+    Earlier copies of the same step; all other temporary ones, when it is one; and of its own tier
+    what is beyond the `keep` newest, or the best.
+    """
+    now = heads[saved]
+    copies = [place for place in heads if place.step == saved.step and place != saved]
+    tier = [p for p in heads if heads[p].tier == now.tier and p not in copies and p != saved]
+    if now.tier == "temporary":
+        return copies + tier
+    if now.tier == "best":
+        tier.sort(key=lambda place: rank(heads[place]))
+        better = sum(rank(heads[place]) <= rank(now) for place in tier)
+        keep = keep or 1
+        return copies + tier[keep if better >= keep else keep - 1 :]
+    if now.tier == "regular" and keep is not None:
+        tier.sort(key=lambda place: heads[place].saved, reverse=True)
+        return copies + tier[keep - 1 :]
+    return copies
+
+
+def rank(head: Head) -> tuple[bool, float, int]:
+    """The place of a step among the best: smaller is better, and what is no number comes last."""
+    metric = math.nan if head.metric is None else head.metric
+    return math.isnan(metric), -metric if head.higher else metric, -head.saved
+
+
+def retire(directory: Path, saved: Place, keep: int | None) -> None:
+    """Remove what is superfluous now that `saved` is durable and `latest`."""
+    heads: dict[Place, Head] = {}
+    for place in places(directory):
+        try:
+            heads[place] = head_of(place)
+        except CheckpointError:  # damaged: not ours to judge, unless it has just been saved anew
+            if place.step == saved.step:
+                discard(place.path)
+    for place in superfluous(heads, saved, keep):
+        discard(place.path)
+
+
+def discard(path: Path) -> None:
+    """Remove a step's folder: it stops being a step before its files go."""
+    gone = path.with_name(f"{DISCARDED}{path.name}-{os.urandom(4).hex()}")
+    os.rename(path, gone)
+    sync_folder(path.parent)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def clean(directory: Path, nonce: str) -> None:
+    """Remove what killed attempts have left; `nonce` is of the attempt that is being made."""
+    for name in os.listdir(directory):
+        left = name.startswith((UNFINISHED, DISCARDED, ".latest-"))
+        if left and not name.endswith(nonce):
+            path = directory / name
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()

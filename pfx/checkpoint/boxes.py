@@ -66,7 +66,7 @@ def cut(box: Box, itemsize: int, parts: int = 1) -> list[Box]:
     """
     nbytes = volume(box) * itemsize
     count = max(-(-nbytes // LARGEST), min(parts, nbytes // SMALLEST))
-    if count <= 1:
+    if count <= 1 or volume(box) == 1:
         return [box]
     sizes = extents(box)
     dim = next((d for d, n in enumerate(sizes) if n >= count), sizes.index(max(sizes)))

@@ -12,6 +12,7 @@ what the model has learnt to write.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import time
@@ -28,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import pfx
 from models import gpt
+from models.sampling import generate
 
 
 @dataclass(frozen=True)
@@ -133,23 +135,14 @@ def write_on(
     config: gpt.Config, train: pfx.TrainStep, state: pfx.TrainState, prompt: bytes, count: int
 ) -> bytes:
     """Sample a continuation, one byte at a time, with the parameters where they are."""
-    key = pfx.random.key(2)
-
-    def next_byte(params: gpt.Params, tokens: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        logits = gpt.apply(params, tokens, config)[0]
-        chosen = torch.index_select(logits, 0, last)[0] / 0.7
-        return pfx.random.categorical(pfx.random.fold_in(key, last[0] + tokens.sum()), chosen)
-
-    step = pfx.jit(
-        next_byte, mesh=train.mesh, in_specs=(train.state_specs.params, pfx.P(), pfx.P()),
-        out_specs=pfx.P(), names=train.plan.logical_names,
+    compiled = functools.partial(
+        pfx.jit, mesh=train.mesh, out_specs=pfx.P(), names=train.plan.logical_names
+    )
+    written = generate(
+        gpt.apply, state.params, config, torch.tensor([list(prompt)]), count, pfx.random.key(2),
+        temperature=0.7, compile=compiled,
     )  # fmt: skip
-    text, window = list(prompt), config.max_seq_len
-    for _ in range(count):
-        seen = text[-window:]
-        tokens = torch.tensor([seen + [0] * (window - len(seen))])
-        text.append(int(step(state.params, tokens, torch.tensor([len(seen) - 1])).item()))
-    return bytes(text)
+    return bytes(written[0].tolist())
 
 
 def compare(

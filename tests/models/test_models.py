@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import pfx
-from models import common, gpt, llama
+from models import common, gpt, hf, llama, sampling
 
 BATCH, SEQ = 3, 11
 GPT = gpt.Config(
@@ -384,7 +384,9 @@ def test_rotation_leaves_only_the_distance() -> None:
     assert torch.equal(llama.rotate(q, table)[..., 0, :], q[..., 0, :])
 
 
-@pytest.mark.parametrize("module", [common, gpt, llama], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [common, gpt, hf, llama, sampling], ids=lambda module: module.__name__
+)
 def test_docstring_examples(module: Any) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0

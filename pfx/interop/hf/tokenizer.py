@@ -79,7 +79,7 @@ def _content(value: Any) -> Any:
     return value.get("content") if isinstance(value, dict) else value
 
 
-def copy_tokenizer(source: str | Path, target: str | os.PathLike[str]) -> list[str]:
+def copy_tokenizer(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> list[str]:
     """Copy a tokenizer's files into an existing directory; returns their names."""
     names = [name for name in _COPIED if (Path(source) / name).is_file()]
     for name in names:

@@ -58,13 +58,13 @@ def read_config(
             for what the family here does not have; all of them are named.
     """
     entries = hf.read_config_json(Path(directory))
-    kind = entries.get("model_type")
+    where, kind = f"{os.fspath(directory)}/config.json:", entries.get("model_type")
     if not isinstance(kind, str) or kind not in _READERS:
         raise hf.WeightsError(
-            f"{os.fspath(directory)}/config.json: is of another family.\n"
+            f"{where} is of another family.\n"
             f"  model_type = {kind!r}; supported: {', '.join(map(repr, _READERS))}"
         )
-    return _READERS[kind].read_config(entries, ignore)
+    return _READERS[kind].read_config(where, entries, ignore)
 
 
 def load(

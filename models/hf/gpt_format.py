@@ -56,13 +56,13 @@ def table(config: gpt.Config) -> Table:
     )
 
 
-def read_config(entries: Mapping[str, Any], ignore: Iterable[str] = ()) -> gpt.Config:
-    """Return the model's config.
+def read_config(where: str, entries: Mapping[str, Any], ignore: Iterable[str]) -> gpt.Config:
+    """Return the model's config; `where` is what errors say comes first.
 
     Raises:
         pfx.interop.hf.WeightsError: an entry is missing, unknown, or of a model that is not `gpt`.
     """
-    fields = Fields("config.json:", entries)
+    fields = Fields(where, entries)
     check_common(fields, "GPT2")
     embed_dim = fields.size("n_embd", 768)
     config = {
@@ -85,7 +85,7 @@ def read_config(entries: Mapping[str, Any], ignore: Iterable[str] = ()) -> gpt.C
     summary = [name for name in entries if name.startswith("summary_")]
     order = ["reorder_and_upcast_attn", "n_ctx", "gradient_checkpointing"]
     fields.finish(harmless=[*HARMLESS, *summary, *order], ignore=ignore)
-    return gpt.Config(**config)
+    return fields.made(gpt.Config, config)
 
 
 def _dropout(fields: Fields) -> float:

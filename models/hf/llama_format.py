@@ -51,22 +51,23 @@ def table(config: llama.Config) -> Table:
     )
 
 
-def read_config(entries: Mapping[str, Any], ignore: Iterable[str] = ()) -> llama.Config:
-    """Return the model's config.
+def read_config(where: str, entries: Mapping[str, Any], ignore: Iterable[str]) -> llama.Config:
+    """Return the model's config; `where` is what errors say comes first.
 
     Raises:
         pfx.interop.hf.WeightsError: an entry is missing, unknown, or of a model that is not `llama`.
     """
-    fields = Fields("config.json:", entries)
+    fields = Fields(where, entries)
     qwen = entries.get("model_type") == "qwen3"
     check_common(fields, "Qwen3" if qwen else "Llama")
     embed_dim, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    kv_heads = 32 if qwen and "num_key_value_heads" not in entries else num_heads
     theta, scaling = _rope(fields)
     config = {
         "num_layers": fields.size("num_hidden_layers"),
         "embed_dim": embed_dim,
         "num_heads": num_heads,
-        "num_kv_heads": fields.size("num_key_value_heads", num_heads),
+        "num_kv_heads": fields.size("num_key_value_heads", kv_heads),
         "head_dim": fields.size("head_dim", 128 if qwen else max(embed_dim // num_heads, 1)),
         "mlp_dim": fields.size("intermediate_size"),
         "vocab_size": fields.size("vocab_size"),
@@ -87,7 +88,7 @@ def read_config(entries: Mapping[str, Any], ignore: Iterable[str] = ()) -> llama
         text = f"attention_dropout = {rate} of config.json is left out: these models drop nothing"
         warnings.warn(text, stacklevel=2)
     fields.finish(harmless=[*HARMLESS, "pretraining_tp", "max_window_layers"], ignore=ignore)
-    return llama.Config(**config)
+    return fields.made(llama.Config, config)
 
 
 def _check_windows(fields: Fields, qwen: bool) -> None:  # noqa: FBT001

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,6 +14,7 @@ from pfx.interop.hf.problems import WeightsError
 
 CONFIG = "config.json"
 _MISSING = object()
+Made = TypeVar("Made")
 _DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 
 
@@ -128,6 +129,14 @@ class Fields:
         name = f"{self.prefix}{name}"
         if value is not None or f"{name} is missing" not in self.problems:
             self.problems.append(f"{name} = {value!r}; it must be {wanted}")
+
+    def made(self, cls: type[Made], values: Mapping[str, Any]) -> Made:
+        """A config of these values; raises with the name of the file where they do not fit together."""
+        try:
+            return cls(**values)
+        except ValueError as error:
+            what = "is not of a model that can be read."
+            raise WeightsError(message(self.where, what, *str(error).splitlines())) from error
 
     def finish(self, *, harmless: Iterable[str] = (), ignore: Iterable[str] = ()) -> None:
         """Raise with all problems, and all entries that nobody took.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from pfx.errors import PfxError
 
-_NUMBER = re.compile(r"(\d+)")
+_NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d*)(?!\d)")  # none of a file name, 00001
 
 
 class WeightsError(PfxError, ValueError):

@@ -17,12 +17,14 @@ TWO = [
     *("put_and_get", "moves_one_axis", "moves_large", "carried_dtypes", "training_steps"),
     *("dealt_rows",),
     *("logic_and_integers", "sharded_init", "unreduced", "manual_moves"),
+    *("weights_in_and_out", "weights_that_fail"),
     *("different_programs", "late_rank", "dead_rank"),
 ]
 FOUR = [
     *("moves_one_axis", "moves_two_axes", "moves_native", "moves_large", "buckets"),
     *("put_and_get", "training_steps", "gpt_steps", "logic_and_integers", "sharded_init"),
     *("sums_of_scattered", "unreduced", "manual_moves", "dealt_rows"),
+    *("weights_in_and_out", "weights_that_fail"),
     *("different_programs", "late_rank", "dead_rank"),
 ]
 REGIONS = [

@@ -1,4 +1,4 @@
-"""config.json and the tokenizer's files: what is supported is read, anything else is an error that says so."""
+"""config.json and tokenizer files: what is supported is read, anything else is an error that says so."""
 
 from __future__ import annotations
 

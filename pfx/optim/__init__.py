@@ -11,9 +11,19 @@
 """
 
 from pfx.optim import schedules as schedules
+from pfx.optim.accumulation import AccumulateState as AccumulateState
+from pfx.optim.accumulation import accumulate as accumulate
+from pfx.optim.adafactor import ScaleByFactoredRmsState as ScaleByFactoredRmsState
+from pfx.optim.adafactor import adafactor as adafactor
+from pfx.optim.adafactor import clip_by_layer_rms as clip_by_layer_rms
+from pfx.optim.adafactor import scale_by_factored_rms as scale_by_factored_rms
+from pfx.optim.adafactor import scale_by_parameter_rms as scale_by_parameter_rms
 from pfx.optim.alias import adam as adam
 from pfx.optim.alias import adamw as adamw
 from pfx.optim.alias import sgd as sgd
+from pfx.optim.averaging import EmaState as EmaState
+from pfx.optim.averaging import ema as ema
+from pfx.optim.averaging import ema_params as ema_params
 from pfx.optim.base import EmptyState as EmptyState
 from pfx.optim.base import GradientTransformation as GradientTransformation
 from pfx.optim.base import apply_updates as apply_updates
@@ -23,8 +33,21 @@ from pfx.optim.base import identity as identity
 from pfx.optim.base import stateless as stateless
 from pfx.optim.decay import decay_mask as decay_mask
 from pfx.optim.decay import role_mask as role_mask
+from pfx.optim.groups import PartitionState as PartitionState
+from pfx.optim.groups import partition as partition
+from pfx.optim.groups import role_labels as role_labels
+from pfx.optim.lamb import lamb as lamb
+from pfx.optim.lamb import scale_by_trust_ratio as scale_by_trust_ratio
+from pfx.optim.lion import ScaleByLionState as ScaleByLionState
+from pfx.optim.lion import lion as lion
+from pfx.optim.lion import scale_by_lion as scale_by_lion
 from pfx.optim.masking import MaskedState as MaskedState
 from pfx.optim.masking import masked as masked
+from pfx.optim.muon import ScaleByMuonState as ScaleByMuonState
+from pfx.optim.muon import matrix_mask as matrix_mask
+from pfx.optim.muon import muon as muon
+from pfx.optim.muon import orthogonalize as orthogonalize
+from pfx.optim.muon import scale_by_muon as scale_by_muon
 from pfx.optim.schedules import Schedule as Schedule
 from pfx.optim.transforms import ClipByGlobalNormState as ClipByGlobalNormState
 from pfx.optim.transforms import ScaleByAdamState as ScaleByAdamState

@@ -6,14 +6,12 @@ flattened (a matrix loses one). The logical dim names of a model, ``axes(config)
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pfx import tree
 from pfx.errors import message
-
-HEAD_DIMS = (("heads", "head_dim"), ("kv_heads", "head_dim"))
+from pfx.optim.dims import FUSED, STACK, dims_of
 
 
 def role_mask(axes: Any, predicate: Callable[[tuple[str, ...]], bool]) -> Any:
@@ -48,18 +46,18 @@ def role_mask(axes: Any, predicate: Callable[[tuple[str, ...]], bool]) -> Any:
 def decay_mask(
     axes: Any,
     *,
-    stack: tuple[str, ...] = ("layers",),
-    fused: tuple[tuple[str, str], ...] = HEAD_DIMS,
+    stack: Sequence[str] = STACK,
+    fused: Sequence[Sequence[str]] = FUSED,
 ) -> Any:
     """Mark the matrices, so that norms and biases never decay whatever their physical shape.
 
-    A leaf decays if it has at least two dims, not counting leading `stack` dims and counting a pair
+    A leaf decays if it has at least two dims, not counting leading `stack` dims and counting a run
     of neighbours in `fused` once: a query bias ``"layers heads head_dim"`` is a vector.
 
     Args:
         axes: a tree like the parameters whose leaves are strings of dim names.
         stack: leading dims that only stack parameters; add ``"experts"`` for experts with biases.
-        fused: pairs of neighbours that are one dim of the layer, split to be sharded.
+        fused: runs of neighbours that are one dim of the layer, split to be sharded.
 
     Raises:
         TypeError: a leaf of `axes` is not a string; names the key path.
@@ -68,10 +66,4 @@ def decay_mask(
     {'bias': False, 'w': True, 'wte': True}
     """
 
-    def is_matrix(dims: tuple[str, ...]) -> bool:
-        while dims and dims[0] in stack:
-            dims = dims[1:]
-        pairs = sum(pair in fused for pair in itertools.pairwise(dims))
-        return len(dims) - pairs >= 2
-
-    return role_mask(axes, is_matrix)
+    return role_mask(axes, lambda dims: len(dims_of(dims, stack=stack, fused=fused).groups) >= 2)

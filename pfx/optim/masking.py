@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from pfx import tree
@@ -42,18 +42,13 @@ def masked(
         return _flags(mask(values) if callable(mask) else mask, values)
 
     def init(params: Any) -> MaskedState:
-        return MaskedState(inner.init(_select(params, flags_for(params))))
+        return MaskedState(inner.init(select(params, flags_for(params))))
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         flags = flags_for(grads)
-        chosen_params = None if params is None else _select(params, flags)
-        chosen, state = inner.update(_select(grads, flags), state.inner, chosen_params)
-        values, treedef = tree.flatten(grads)
-        changed = iter(tree.leaves(chosen))
-        merged = [
-            next(changed) if flag else value for value, flag in zip(values, flags, strict=True)
-        ]
-        return tree.unflatten(treedef, merged), MaskedState(state)
+        chosen_params = None if params is None else select(params, flags)
+        chosen, state = inner.update(select(grads, flags), state.inner, chosen_params)
+        return merge(grads, flags, chosen), MaskedState(state)
 
     return GradientTransformation(init, update)
 
@@ -84,8 +79,24 @@ def _flags(mask: Any, values: Any) -> list[bool]:
     return flags
 
 
-def _select(values: Any, flags: list[bool]) -> Any:
-    """Empty the leaves that are masked out: `None` is a subtree without leaves."""
+def select(values: Any, flags: Sequence[bool]) -> Any:
+    """Empty the leaves that are masked out: `None` is a subtree without leaves.
+
+    >>> select({"a": 1, "b": 2}, [True, False])
+    {'a': 1, 'b': None}
+    """
     found, treedef = tree.flatten(values)
     kept = [value if flag else None for value, flag in zip(found, flags, strict=True)]
     return tree.unflatten(treedef, kept)
+
+
+def merge(values: Any, flags: Sequence[bool], chosen: Any) -> Any:
+    """Put the leaves of `chosen` in the place of those that `select` took them from.
+
+    >>> merge({"a": 1, "b": 2}, [True, False], {"a": 10, "b": None})
+    {'a': 10, 'b': 2}
+    """
+    found, treedef = tree.flatten(values)
+    changed = iter(tree.leaves(chosen))
+    merged = [next(changed) if flag else value for value, flag in zip(found, flags, strict=True)]
+    return tree.unflatten(treedef, merged)

@@ -6,8 +6,9 @@ same value, without a Python branch on it.
 
 Every schedule here is ``ramp · (peak · s + min_lr · (1 − s))``:
 
-- `ramp` is ``min(k / warmup_steps, 1)``: update 1 takes a real step, update `warmup_steps` uses the
-  peak; without warmup update 1 does.
+- `ramp` is ``min(k / warmup_steps, 1)``, or with ``warmup="log"``, which rises sooner,
+  ``min(log(1 + k) / log(1 + warmup_steps), 1)``: update 1 takes a real step, update `warmup_steps`
+  uses the peak; without warmup update 1 does.
 - `s` falls from 1 to 0 over the decay, which ends at update `total_steps` and starts after the last
   update at the peak. (A decay over all steps starts after update 1, so it ends one update later.)
 """
@@ -15,7 +16,7 @@ Every schedule here is ``ramp · (peak · s + min_lr · (1 − s))``:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -26,14 +27,16 @@ from pfx.optim.base import check_at_least_zero
 
 Schedule = Callable[[Any], Any]
 Shape = Literal["linear", "cosine", "sqrt"]
+Warmup = Literal["linear", "log"]
 
 
-def constant(peak: float, *, warmup_steps: int = 0) -> Schedule:
-    """Ramp up linearly, then stay at `peak`.
+def constant(peak: float, *, warmup_steps: int = 0, warmup: Warmup = "linear") -> Schedule:
+    """Ramp up, then stay at `peak`.
 
     Args:
         peak: the learning rate after the warmup.
         warmup_steps: how many updates the ramp takes.
+        warmup: how it rises, ``"linear"`` or ``"log"``.
 
     Raises:
         ValueError: an argument is out of range.
@@ -42,13 +45,17 @@ def constant(peak: float, *, warmup_steps: int = 0) -> Schedule:
     [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     """
     check_at_least_zero("constant", "peak", peak)
-    check_at_least_zero("constant", "warmup_steps", warmup_steps)
-
-    return lambda count: _ramp(_number(count) + 1, warmup_steps) * peak
+    ramp = _ramp("constant", warmup_steps, warmup)
+    return lambda count: ramp(_number(count) + 1) * peak
 
 
 def linear(
-    peak: float, total_steps: int, *, warmup_steps: int = 0, min_lr: float = 0.0
+    peak: float,
+    total_steps: int,
+    *,
+    warmup_steps: int = 0,
+    min_lr: float = 0.0,
+    warmup: Warmup = "linear",
 ) -> Schedule:
     """Ramp up to `peak`, then fall on a straight line to `min_lr`: ``s = 1 − x``.
 
@@ -60,6 +67,7 @@ def linear(
         total_steps: the update at which `min_lr` is reached, to stay.
         warmup_steps: how many updates the ramp takes.
         min_lr: the learning rate at the end.
+        warmup: how the ramp rises, ``"linear"`` or ``"log"``.
 
     Raises:
         ValueError: an argument is out of range, or no update is left for the decay.
@@ -67,11 +75,17 @@ def linear(
     >>> [linear(1.0, 6, warmup_steps=2)(count) for count in range(7)]
     [0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
-    return _schedule("linear", peak, total_steps, warmup_steps, warmup_steps, min_lr, "linear")
+    phases = total_steps, warmup_steps, warmup_steps
+    return _schedule("linear", peak, *phases, min_lr, "linear", warmup)
 
 
 def cosine(
-    peak: float, total_steps: int, *, warmup_steps: int = 0, min_lr: float = 0.0
+    peak: float,
+    total_steps: int,
+    *,
+    warmup_steps: int = 0,
+    min_lr: float = 0.0,
+    warmup: Warmup = "linear",
 ) -> Schedule:
     """Ramp up to `peak`, then fall on half a cosine to `min_lr`: ``s = (1 + cos(π x)) / 2``.
 
@@ -83,6 +97,7 @@ def cosine(
         total_steps: the update at which `min_lr` is reached, to stay.
         warmup_steps: how many updates the ramp takes.
         min_lr: the learning rate at the end.
+        warmup: how the ramp rises, ``"linear"`` or ``"log"``.
 
     Raises:
         ValueError: an argument is out of range, or no update is left for the decay.
@@ -90,7 +105,8 @@ def cosine(
     >>> [round(cosine(1.0, 6, warmup_steps=2)(count), 3) for count in range(7)]
     [0.5, 1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
     """
-    return _schedule("cosine", peak, total_steps, warmup_steps, warmup_steps, min_lr, "cosine")
+    phases = total_steps, warmup_steps, warmup_steps
+    return _schedule("cosine", peak, *phases, min_lr, "cosine", warmup)
 
 
 def wsd(
@@ -101,6 +117,7 @@ def wsd(
     warmup_steps: int = 0,
     min_lr: float = 0.0,
     shape: Shape = "linear",
+    warmup: Warmup = "linear",
 ) -> Schedule:
     """Warm up, stay at `peak`, and decay to `min_lr` in the last `decay_steps` updates.
 
@@ -115,6 +132,7 @@ def wsd(
         warmup_steps: how many updates the ramp takes.
         min_lr: the learning rate at the end.
         shape: how the decay falls: ``"linear"``, ``"cosine"`` or ``"sqrt"``.
+        warmup: how the ramp rises, ``"linear"`` or ``"log"``.
 
     Raises:
         ValueError: an argument is out of range, or the phases are longer than the whole.
@@ -129,7 +147,41 @@ def wsd(
             )
         )
     start = total_steps - decay_steps
-    return _schedule("wsd", peak, total_steps, warmup_steps, start, min_lr, shape)
+    return _schedule("wsd", peak, total_steps, warmup_steps, start, min_lr, shape, warmup)
+
+
+def inverse_sqrt(
+    peak: float, *, warmup_steps: int, min_lr: float = 0.0, warmup: Warmup = "linear"
+) -> Schedule:
+    """Ramp up to `peak`, then fall as one over the root of the update: ``s = sqrt(warmup_steps / k)``.
+
+    It never ends, so a run need not know how long it is (Vaswani et al. 2017, arXiv:1706.03762,
+    equation 3, whose ``d^-0.5 · min(k^-0.5, k · warmup_steps^-1.5)`` has its peak at
+    ``(d · warmup_steps)^-0.5``).
+
+    Args:
+        peak: the highest learning rate.
+        warmup_steps: how many updates the ramp takes; 0 falls from update 1.
+        min_lr: the learning rate that it falls to, in the limit.
+        warmup: how the ramp rises, ``"linear"`` or ``"log"``.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    >>> [round(inverse_sqrt(1.0, warmup_steps=2)(count), 3) for count in range(8)]
+    [0.5, 1.0, 0.816, 0.707, 0.632, 0.577, 0.535, 0.5]
+    """
+    _check_rates("inverse_sqrt", peak, min_lr)
+    ramp = _ramp("inverse_sqrt", warmup_steps, warmup)
+    at_peak = max(warmup_steps, 1)
+
+    def value(count: Any) -> Any:
+        k = _number(count) + 1
+        # Before the peak the root is held at 1, where the ramp alone decides.
+        s = _sqrt(_clamp(at_peak / k))
+        return ramp(k) * (s * peak + (1 - s) * min_lr)
+
+    return value
 
 
 def start_at_zero(schedule: Schedule) -> Schedule:
@@ -152,32 +204,26 @@ def _schedule(
     decay_start: int,
     min_lr: float,
     shape: Shape,
+    warmup: Warmup,
 ) -> Schedule:
-    _check(where, peak, total_steps, warmup_steps, decay_start, min_lr, shape)
-    fall = _SHAPES[shape]
+    _check_rates(where, peak, min_lr)
+    ramp = _ramp(where, warmup_steps, warmup)
+    _check_phases(where, total_steps, warmup_steps, decay_start)
+    fall = _one_of(where, "shape", shape, _SHAPES)
     # Update `decay_start` still has the peak; where that would be update 0, update 1 has it.
     last_at_peak, decay_steps = max(decay_start, 1), total_steps - decay_start
 
     def value(count: Any) -> Any:
         k = _number(count) + 1
         s = fall(_clamp((k - last_at_peak) / decay_steps))
-        return _ramp(k, warmup_steps) * (s * peak + (1 - s) * min_lr)
+        return ramp(k) * (s * peak + (1 - s) * min_lr)
 
     return value
 
 
-def _check(
-    where: str,
-    peak: float,
-    total_steps: int,
-    warmup_steps: int,
-    decay_start: int,
-    min_lr: float,
-    shape: str,
-) -> None:
+def _check_rates(where: str, peak: float, min_lr: float) -> None:
     check_at_least_zero(where, "peak", peak)
     check_at_least_zero(where, "min_lr", min_lr)
-    check_at_least_zero(where, "warmup_steps", warmup_steps)
     if min_lr > peak:
         raise ValueError(
             message(
@@ -187,6 +233,9 @@ def _check(
                 fix=f"min_lr={peak}",
             )
         )
+
+
+def _check_phases(where: str, total_steps: int, warmup_steps: int, decay_start: int) -> None:
     decay_steps = max(total_steps - decay_start, 1)
     if warmup_steps + decay_steps > total_steps:
         raise ValueError(
@@ -197,10 +246,14 @@ def _check(
                 fix=f"total_steps={warmup_steps + decay_steps}",
             )
         )
-    if shape not in _SHAPES:
+
+
+def _one_of(where: str, name: str, value: str, known: Mapping[str, Any]) -> Any:
+    if value not in known:
         raise ValueError(
-            message(f"{where}: shape", f"{shape!r} is unknown.", fix=f"one of {sorted(_SHAPES)}")
+            message(f"{where}: {name}", f"{value!r} is unknown.", fix=f"one of {sorted(known)}")
         )
+    return known[value]
 
 
 def _number(count: Any) -> Any:
@@ -212,8 +265,20 @@ def _clamp(x: Any) -> Any:
     return torch.clamp(x, 0.0, 1.0) if isinstance(x, Tensor) else min(max(x, 0.0), 1.0)
 
 
-def _ramp(k: Any, warmup_steps: int) -> Any:
-    return _clamp(k / max(warmup_steps, 1))  # no warmup is a ramp that update 1 completes
+def _ramp(where: str, warmup_steps: int, warmup: Warmup) -> Callable[[Any], Any]:
+    """The share of the peak at update k."""
+    check_at_least_zero(where, "warmup_steps", warmup_steps)
+    rise = _one_of(where, "warmup", warmup, _WARMUPS)
+    steps = max(warmup_steps, 1)  # no warmup is a ramp that update 1 completes
+    return lambda k: _clamp(rise(k, steps))
+
+
+def _log1p(x: Any) -> Any:
+    return torch.log1p(x) if isinstance(x, Tensor) else math.log1p(x)
+
+
+def _sqrt(x: Any) -> Any:
+    return torch.sqrt(x) if isinstance(x, Tensor) else math.sqrt(x)
 
 
 def _cosine(x: Any) -> Any:
@@ -221,12 +286,12 @@ def _cosine(x: Any) -> Any:
     return (1 + (torch.cos(angle) if isinstance(x, Tensor) else math.cos(angle))) / 2
 
 
-def _one_minus_sqrt(x: Any) -> Any:
-    return 1 - (torch.sqrt(x) if isinstance(x, Tensor) else math.sqrt(x))
-
-
-_SHAPES: dict[str, Callable[[Any], Any]] = {
+_SHAPES: Mapping[str, Callable[[Any], Any]] = {
     "linear": lambda x: 1 - x,
     "cosine": _cosine,
-    "sqrt": _one_minus_sqrt,
+    "sqrt": lambda x: 1 - _sqrt(x),
+}
+_WARMUPS: Mapping[str, Callable[[Any, int], Any]] = {
+    "linear": lambda k, steps: k / steps,
+    "log": lambda k, steps: _log1p(k) / math.log1p(steps),
 }

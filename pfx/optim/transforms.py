@@ -79,7 +79,7 @@ def scale_by_adam(
 
     def init(params: Any) -> ScaleByAdamState:
         return ScaleByAdamState(
-            zero_scalar(params, torch.int64), _zero_moments(params), _zero_moments(params)
+            zero_scalar(params, torch.int64), zero_moments(params), zero_moments(params)
         )
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -136,7 +136,7 @@ def trace(decay: float, *, nesterov: bool = False) -> GradientTransformation:
         ahead = tree.map(lambda v, g: torch.add(g, v, alpha=decay), velocity, grads)
         return ahead, TraceState(velocity)
 
-    return GradientTransformation(lambda params: TraceState(_zero_moments(params)), update)
+    return GradientTransformation(lambda params: TraceState(zero_moments(params)), update)
 
 
 class ClipByGlobalNormState(NamedTuple):
@@ -275,15 +275,23 @@ def scale_by_learning_rate(learning_rate: float | Schedule) -> GradientTransform
         )
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        if isinstance(rate, Tensor):
-            rate = rate.to(torch.float64)
-        else:
-            rate = torch.full((), rate, dtype=torch.float64, device=state.count.device)
+        rate = value_at(learning_rate, state.count)
         updates = scaled(grads, torch.neg(rate))
         return updates, ScaleByLearningRateState(state.count + 1, rate)
 
     return GradientTransformation(init, update)
+
+
+def value_at(value: float | Schedule, count: Tensor) -> Tensor:
+    """Return a number, or what a schedule says at a count, as a 0-d float64 tensor.
+
+    >>> value_at(0.5, torch.tensor(3)), value_at(lambda count: count / 2, torch.tensor(3))
+    (tensor(0.5000, dtype=torch.float64), tensor(1.5000, dtype=torch.float64))
+    """
+    now = value(count) if callable(value) else value
+    if isinstance(now, Tensor):
+        return now.to(torch.float64)
+    return torch.full((), now, dtype=torch.float64, device=count.device)
 
 
 def learning_rate(opt_state: Any) -> Any:
@@ -296,7 +304,7 @@ def learning_rate(opt_state: Any) -> Any:
     >>> learning_rate(descent.update(grads, descent.init(grads))[1])
     tensor(0.1000, dtype=torch.float64)
     """
-    found = _find_state(opt_state, ScaleByLearningRateState)
+    found = find_state(opt_state, ScaleByLearningRateState)
     return None if found is None else found.learning_rate
 
 
@@ -308,22 +316,32 @@ def pre_clip_norm(opt_state: Any) -> Any:
     >>> pre_clip_norm(clip.update(grads, clip.init(grads))[1])
     tensor(5.)
     """
-    found = _find_state(opt_state, ClipByGlobalNormState)
+    found = find_state(opt_state, ClipByGlobalNormState)
     return None if found is None else found.norm
 
 
-def _zero_moments(params: Any) -> Any:
+def zero_moments(params: Any) -> Any:
+    """Return zeros like the parameters, in the dtype to compute with.
+
+    >>> zero_moments({"w": torch.ones(2, dtype=torch.bfloat16)})
+    {'w': tensor([0., 0.])}
+    """
     return tree.map_with_path(
         lambda path, p: torch.zeros_like(p, dtype=wide_dtype(p, path)), params
     )
 
 
-def _find_state(state: Any, kind: type) -> Any:
+def find_state(state: Any, kind: type) -> Any:
+    """Return the first part of an optimizer's state that is of a kind, or ``None``.
+
+    >>> find_state([{"momentum": TraceState({})}], TraceState)
+    TraceState(trace={})
+    """
     if isinstance(state, kind):
         return state
     if isinstance(state, dict):
         state = tuple(state.values())
     if not isinstance(state, (tuple, list)):
         return None
-    found = (_find_state(child, kind) for child in state)
+    found = (find_state(child, kind) for child in state)
     return next((child for child in found if child is not None), None)

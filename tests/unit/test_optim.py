@@ -31,6 +31,17 @@ TRANSFORMS = {
     "clipped_adamw": lambda: optim.chain(
         optim.clip_by_global_norm(0.5), optim.adamw(0.1, mask=decayed(SHAPES))
     ),
+    "lion": lambda: optim.lion(0.1, weight_decay=0.1),
+    "lamb": lambda: optim.lamb(0.1, axes=AXES),
+    "adafactor": lambda: optim.adafactor(0.1, axes=AXES, weight_decay=0.1),
+    "muon": lambda: optim.muon(0.1, axes=AXES),
+    "accumulated": lambda: optim.accumulate(optim.adamw(0.1), 2),
+    "ema": lambda: optim.ema(0.9),
+}
+AXES = {
+    "blocks": {"w": "layers embed mlp", "bias": "layers mlp"},
+    "head": "embed mlp",
+    "scalar": "",
 }
 
 
@@ -167,6 +178,9 @@ def test_init_is_all_zeros(name):
     # B41, for every transformation: counts are 0-d int64, moments look like the parameters
     params = random_tree(0, torch.bfloat16)
     shapes = {tuple(p.shape) for p in tree.leaves(params)} | {()}
+    shapes |= {(2, 3, 1), (2, 1, 4), (4, 1), (1, 5)} if name == "adafactor" else set()
+    if name == "ema":
+        params = tree.map(torch.zeros_like, params)  # its average starts as they are
     for leaf in tree.leaves(TRANSFORMS[name]().init(params)):
         assert not leaf.any()
         assert leaf.dtype in (torch.int64, torch.float32, torch.float64)
@@ -253,6 +267,8 @@ def test_weight_decay_follows_the_role_of_a_parameter():
         ("layers heads head_dim", False),
         ("layers kv_heads head_dim", False),
         ("layers head_dim", False),
+        ("layers embed heads qkv head_dim", True),
+        ("layers heads qkv head_dim", False),
         ("layers", False),
         ("", False),
     ],
@@ -295,8 +311,9 @@ def test_masked_leaves_are_untouched_and_the_others_as_alone(name, flags):
     params, grads = random_tree(0), random_tree(1)
     treedef = tree.structure(params)
     mask = tree.unflatten(treedef, flags[:4])
-    # A mask inside the transformation would not fit a part of the parameters.
-    inner = optim.scale_by_adam() if name == "clipped_adamw" else TRANSFORMS[name]()
+    # A mask or axes inside the transformation would not fit a list of some parameters.
+    whole = name in ("clipped_adamw", "lamb", "adafactor", "muon")
+    inner = optim.scale_by_adam() if whole else TRANSFORMS[name]()
     masked = optim.masked(inner, mask)
     updates, state = masked.update(grads, masked.init(params), params)
 
@@ -366,7 +383,7 @@ def test_precision(name, dtype, wide):
         assert (before.dtype, before.shape) == (after.dtype, after.shape)
     for leaf in tree.leaves(new_state):
         assert leaf.ndim == 0 or leaf.dtype == wide
-    if name not in ("identity", "masked_decay"):
+    if name not in ("identity", "masked_decay", "ema"):
         assert {u.dtype for u in tree.leaves(updates)} == {wide}
     applied = optim.apply_updates(params, updates)
     assert {p.dtype for p in tree.leaves(applied)} == {dtype}

@@ -27,16 +27,38 @@ MODULES = {**FAMILIES, "toy": toy}
 SIZES: Mapping[str, Any] = {"gpt": GPT, "llama": LLAMA, "toy": {}}
 
 
-def optimizer_of(name: str, dtype: torch.dtype) -> pfx.optim.GradientTransformation:
+def optimizer_of(
+    name: str, dtype: torch.dtype, axes: Any = None
+) -> pfx.optim.GradientTransformation:
     """The optimizers that the laws are tried with."""
     # The gradient of some parameters is zero but for rounding: a key's bias shifts every score of a
     # softmax alike. Adam divides it by its own size plus eps, and so makes a step of rounding alone,
     # up to 1/eps times larger. An eps well above that rounding keeps the law as strict as for SGD.
     eps = {torch.float64: 1e-6, torch.float32: 1e-3}[dtype]
-    clip = pfx.optim.clip_by_global_norm(1.0)
+    optim = pfx.optim
+    clip = optim.clip_by_global_norm(1.0)
+    rate = optim.schedules.cosine(1e-2, 40, warmup_steps=2)
+    roles = lambda dims: "embed" if "vocab" in dims else "decay"
+    groups = {"decay": optim.adamw(rate, eps=eps), "embed": optim.sgd(1e-1, momentum=0.9)}
     return {
-        "adamw": lambda: pfx.optim.chain(clip, pfx.optim.adamw(1e-2, eps=eps)),
-        "sgd": lambda: pfx.optim.sgd(1e-1, momentum=0.9),
+        "adamw": lambda: optim.chain(clip, optim.adamw(1e-2, eps=eps)),
+        "sgd": lambda: optim.sgd(1e-1, momentum=0.9),
+        "nesterov": lambda: optim.chain(
+            clip, optim.add_decayed_weights(0.1), optim.sgd(1e-1, momentum=0.9, nesterov=True)
+        ),
+        "lion": lambda: optim.lion(1e-2, weight_decay=0.1, mask=optim.decay_mask(axes)),
+        "lamb": lambda: optim.chain(clip, optim.lamb(1e-2, axes=axes, eps=eps)),
+        "adafactor": lambda: optim.adafactor(
+            1e-1, axes=axes, eps=(eps, 1e-3), weight_decay=0.1, mask=optim.decay_mask(axes)
+        ),
+        "muon": lambda: optim.chain(
+            clip, optim.muon(rate, axes=axes, eps=eps, others=optim.adamw(1e-2, eps=eps))
+        ),
+        "groups": lambda: optim.chain(
+            clip, optim.partition(groups, optim.role_labels(axes, roles))
+        ),
+        "accumulated": lambda: optim.accumulate(optim.adamw(rate, eps=eps), 2),
+        "ema": lambda: optim.chain(optim.sgd(1e-1, momentum=0.9), optim.ema(0.9)),
     }[name]()
 
 
@@ -71,7 +93,7 @@ class Case:
     def train(self, **options: Any) -> pfx.train.TrainStep:
         """The compiled step."""
         axes = MODULES[self.family].axes(self.model)
-        optimizer = optimizer_of(self.optimizer, self.dtype)
+        optimizer = optimizer_of(self.optimizer, self.dtype, axes)
         plan = pfx.Plan(**self.plan)
         return pfx.make_train_step(
             self.loss_fn, optimizer, plan, init=self.init, axes=axes, **options

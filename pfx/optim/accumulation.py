@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pfx import tree
 from pfx.errors import message
-from pfx.optim.base import GradientTransformation, zero_scalar
+from pfx.optim.base import GradientTransformation, update_with, zero_scalar
 from pfx.optim.schedules import Schedule
 from pfx.optim.transforms import value_at, zero_moments
 
@@ -54,12 +54,12 @@ def accumulate(inner: GradientTransformation, every: int | Schedule) -> Gradient
         zero = zero_scalar(params, torch.int64)
         return AccumulateState(zero, zero.clone(), zero_moments(params), inner.init(params))
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         count = state.waiting + 1
         share = 1 / count.to(torch.float64)
         mean = tree.map(lambda m, g: m + ((g - m) * share).to(m.dtype), state.mean, grads)
         last = count >= value_at(every, state.updates)
-        updates, new = inner.update(mean, state.inner, params)
+        updates, new = update_with(inner, mean, state.inner, params, **extra)
         updates = tree.map(lambda u: torch.where(last, u, torch.zeros_like(u)), updates)
         kept = tree.map(lambda a, b: torch.where(last, a, b), new, state.inner)
         mean = tree.map(lambda m: torch.where(last, torch.zeros_like(m), m), mean)

@@ -13,11 +13,12 @@ from pfx.optim.base import (
     GradientTransformation,
     apply_updates,
     check_at_least_zero,
+    find_state,
     wide_dtype,
     zero_scalar,
 )
 from pfx.optim.schedules import Schedule
-from pfx.optim.transforms import find_state, value_at
+from pfx.optim.transforms import value_at
 
 
 class EmaState(NamedTuple):

@@ -13,8 +13,10 @@ dtype. Scalars such as the learning rate are 0-d float64 tensors, which widen no
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,7 +27,11 @@ from pfx.errors import message
 
 
 class UpdateFn(Protocol):
-    """``update(grads, state, params) -> (updates, new_state)``."""
+    """``update(grads, state, params) -> (updates, new_state)``.
+
+    A transformation that needs the loss or its weight names them as keywords, ``loss=None``; one that
+    wraps others takes ``**extra`` and hands them on with `update_with`.
+    """
 
     def __call__(self, grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         """Turn gradients into updates, trees like the parameters."""
@@ -92,14 +98,47 @@ def chain(*transforms: GradientTransformation) -> GradientTransformation:
     def init(params: Any) -> tuple[Any, ...]:
         return tuple(transform.init(params) for transform in transforms)
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         new_states = []
         for transform, inner in zip(transforms, state, strict=True):
-            grads, inner = transform.update(grads, inner, params)
+            grads, inner = update_with(transform, grads, inner, params, **extra)
             new_states.append(inner)
         return grads, tuple(new_states)
 
     return GradientTransformation(init, update)
+
+
+def update_with(
+    transform: GradientTransformation, grads: Any, state: Any, params: Any = None, **extra: Any
+) -> tuple[Any, Any]:
+    """Call ``transform.update`` with those of the keywords in `extra` that it takes.
+
+    Args:
+        transform: what to call.
+        grads, state, params: as for `update`.
+        extra: what a training step knows besides: ``loss``, the mean loss, and ``weight``, what it
+            was divided by.
+
+    >>> flip = stateless(lambda grads, params: tree.map(torch.neg, grads))
+    >>> update_with(flip, {"w": torch.ones(1)}, EmptyState(), loss=torch.tensor(3.0))[0]
+    {'w': tensor([-1.])}
+    """
+    update: Any = transform.update
+    taken = inspect.signature(update).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+        extra = {name: value for name, value in extra.items() if name in taken}
+    return update(grads, state, params, **extra)
+
+
+@dataclass(frozen=True)
+class NewValue:
+    """A leaf of updates that is no difference but what the parameter becomes, rounded to its dtype.
+
+    A difference cannot say every new value exactly: ``p + (new − p)`` rounds. It is a leaf, not a
+    tree, so a transformation that would scale it fails instead of scaling the parameter.
+    """
+
+    value: Tensor
 
 
 def apply_updates(params: Any, updates: Any) -> Any:
@@ -107,7 +146,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
     Args:
         params: a tree of tensors.
-        updates: a tree like `params`.
+        updates: a tree like `params`, with tensors or `NewValue` as leaves.
 
     Raises:
         TreeError: the trees differ; names the key path.
@@ -115,7 +154,11 @@ def apply_updates(params: Any, updates: Any) -> Any:
     >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -0.5])})
     {'w': tensor([1.5000, 0.5000])}
     """
-    return tree.map(lambda p, u: (p + u).to(p.dtype), params, updates)
+
+    def apply(p: Tensor, u: Any) -> Tensor:
+        return (u.value if isinstance(u, NewValue) else p + u).to(p.dtype)
+
+    return tree.map(apply, params, updates)
 
 
 def global_norm(values: Any) -> Tensor:
@@ -186,6 +229,22 @@ def zero_scalar(params: Any, dtype: torch.dtype) -> Tensor:
     """
     first = next(iter(tree.leaves(params)), None)
     return torch.zeros((), dtype=dtype, device=None if first is None else first.device)
+
+
+def find_state(state: Any, *kinds: type) -> Any:
+    """Return the first state of one of the given kinds, outermost first; ``None`` without one.
+
+    >>> find_state((EmptyState(), {"a": [3.0]}), float, EmptyState)
+    EmptyState()
+    """
+    if isinstance(state, kinds):
+        return state
+    if isinstance(state, dict):
+        state = tuple(state.values())
+    if not isinstance(state, (tuple, list)):
+        return None
+    found = (find_state(child, *kinds) for child in state)
+    return next((child for child in found if child is not None), None)
 
 
 def check_at_least_zero(where: str, name: str, value: float, *, below: float = math.inf) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pfx import tree
 from pfx.errors import TreeError, message
-from pfx.optim.base import GradientTransformation
+from pfx.optim.base import GradientTransformation, update_with
 from pfx.optim.decay import role_mask
 from pfx.optim.masking import merge, select
 
@@ -56,12 +56,12 @@ def partition(
         states = {name: t.init(select(params, flags[name])) for name, t in transforms.items()}
         return PartitionState(states)
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         updates, states = grads, {}
         for name, flags in flags_for(grads).items():
             own = None if params is None else select(params, flags)
-            chosen, states[name] = transforms[name].update(
-                select(grads, flags), state.inner[name], own
+            chosen, states[name] = update_with(
+                transforms[name], select(grads, flags), state.inner[name], own, **extra
             )
             updates = merge(updates, flags, chosen)
         return updates, PartitionState(states)

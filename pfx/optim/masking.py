@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pfx import tree
 from pfx.errors import TreeError, message
-from pfx.optim.base import GradientTransformation
+from pfx.optim.base import GradientTransformation, update_with
 
 
 class MaskedState(NamedTuple):
@@ -44,10 +44,11 @@ def masked(
     def init(params: Any) -> MaskedState:
         return MaskedState(inner.init(select(params, flags_for(params))))
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         flags = flags_for(grads)
         chosen_params = None if params is None else select(params, flags)
-        chosen, state = inner.update(select(grads, flags), state.inner, chosen_params)
+        chosen_grads = select(grads, flags)
+        chosen, state = update_with(inner, chosen_grads, state.inner, chosen_params, **extra)
         return merge(grads, flags, chosen), MaskedState(state)
 
     return GradientTransformation(init, update)

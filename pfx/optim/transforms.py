@@ -294,32 +294,6 @@ def value_at(value: float | Schedule, count: Tensor) -> Tensor:
     return torch.full((), now, dtype=torch.float64, device=count.device)
 
 
-def learning_rate(opt_state: Any) -> Any:
-    """Return the learning rate of the last update, a 0-d tensor; ``None`` where the state has none.
-
-    Zero before the first update. With several learning rates, the first in the order of the chain.
-
-    >>> descent = scale_by_learning_rate(0.1)
-    >>> grads = {"w": torch.ones(1)}
-    >>> learning_rate(descent.update(grads, descent.init(grads))[1])
-    tensor(0.1000, dtype=torch.float64)
-    """
-    found = find_state(opt_state, ScaleByLearningRateState)
-    return None if found is None else found.learning_rate
-
-
-def pre_clip_norm(opt_state: Any) -> Any:
-    """Return the global norm before clipping at the last update; ``None`` where nothing clips.
-
-    >>> clip = clip_by_global_norm(1.0)
-    >>> grads = {"w": torch.tensor([3.0, 4.0])}
-    >>> pre_clip_norm(clip.update(grads, clip.init(grads))[1])
-    tensor(5.)
-    """
-    found = find_state(opt_state, ClipByGlobalNormState)
-    return None if found is None else found.norm
-
-
 def zero_moments(params: Any) -> Any:
     """Return zeros like the parameters, in the dtype to compute with.
 
@@ -329,19 +303,3 @@ def zero_moments(params: Any) -> Any:
     return tree.map_with_path(
         lambda path, p: torch.zeros_like(p, dtype=wide_dtype(p, path)), params
     )
-
-
-def find_state(state: Any, kind: type) -> Any:
-    """Return the first part of an optimizer's state that is of a kind, or ``None``.
-
-    >>> find_state([{"momentum": TraceState({})}], TraceState)
-    TraceState(trace={})
-    """
-    if isinstance(state, kind):
-        return state
-    if isinstance(state, dict):
-        state = tuple(state.values())
-    if not isinstance(state, (tuple, list)):
-        return None
-    found = (find_state(child, kind) for child in state)
-    return next((child for child in found if child is not None), None)

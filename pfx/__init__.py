@@ -13,6 +13,7 @@ from pfx import lax as lax
 
 # Pure libraries.
 from pfx import optim as optim
+from pfx import precision as precision
 from pfx import random as random
 from pfx import schedules as schedules
 from pfx import tree as tree

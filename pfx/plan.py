@@ -16,6 +16,7 @@ from pfx import tree
 from pfx.compiler.names import spec_of_names
 from pfx.errors import ShardingError, TreeError, message
 from pfx.mesh import Deal, Mesh, make_mesh
+from pfx.precision import Policy, as_policy
 from pfx.schedules import Schedule, build, validate
 from pfx.schedules.build import virtual_stages
 from pfx.spec import Axes, P
@@ -44,6 +45,8 @@ class Plan:
         schedule: of the pipeline: a name in `pfx.schedules.build`, or a `pfx.schedules.Schedule`.
         virtual: stages on each device; None: as many as the schedule has, 2 for "interleaved".
         stage_layers: the layers of each stage, in order; None: as equal as possible.
+        precision: the dtypes of parameters, computation, reductions and masters: a name, fields in a
+            text, or a `pfx.precision.Policy`; "model" casts nothing and reduces in float32.
         names: logical dim names to mesh axes, added to or replacing the usual ones.
         axes: more mesh axes by name and size, for `names` to use.
 
@@ -61,6 +64,7 @@ class Plan:
     schedule: str | Schedule = "1f1b"
     virtual: int | None = None
     stage_layers: tuple[int, ...] | None = None
+    precision: str | Policy = "model"
     names: Mapping[str, Any] = field(default_factory=dict)
     axes: Mapping[str, int] = field(default_factory=dict)
 
@@ -77,6 +81,7 @@ class Plan:
             )
         self._check_axes()
         self._check_pipeline()
+        assert self.policy is not None  # or its text is an error of the plan
 
     def _check_pipeline(self) -> None:
         """Build the schedule, so that what cannot be is an error of the plan."""
@@ -159,6 +164,11 @@ class Plan:
         virtual = self.virtual or virtual_stages(self.schedule)
         sizes = {"stages": self.pp, "microbatches": self.microbatches, "virtual": virtual}
         return build(self.schedule, **sizes)
+
+    @cached_property
+    def policy(self) -> Policy:
+        """What `precision` says."""
+        return as_policy(self.precision)
 
     @property
     def logical_names(self) -> dict[str, Any]:

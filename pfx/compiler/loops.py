@@ -2,7 +2,8 @@
 
 A constraint on the stacked operand or result of a scan whose leading dim it leaves whole says the
 same of every slice, so it moves into the body. That is all ZeRO-3 needs: the gather of a layer's
-parameters and the scatter of its gradient happen inside the loop.
+parameters and the scatter of its gradient happen inside the loop. A cast between the loop and the
+constraint on its result, to the dtype that gradients are reduced in, moves with it.
 """
 
 from __future__ import annotations
@@ -90,27 +91,50 @@ def _constrained(
 
 def _sink_results(node: torch.fx.Node) -> None:
     loop: Loop = node.target  # type: ignore[assignment]
-    moved: dict[int, Constraint] = {}
+    moved: dict[int, tuple[torch.dtype, Constraint]] = {}
     for item in list(node.users):
-        i = item.args[1]
-        if i < loop.num_carry or len(item.users) != 1:  # type: ignore[operator]
+        i: int = item.args[1]  # type: ignore[assignment]
+        call = _only_user(item)
+        if call is not None and _widens(call):
+            call = _only_user(call)
+        sliced = None if call is None or i < loop.num_carry else _sliced_constraint(call)
+        if call is None or sliced is None:
             continue
-        (call,) = item.users
-        if not isinstance(call.target, Constraint) or (sliced := call.target.sliced()) is None:
-            continue
-        moved[i] = sliced  # type: ignore[index]
-        item.meta["role"] = call.meta.get("role", "")
+        moved[i] = call.meta["val"].dtype, sliced
+        item.meta |= {"role": call.meta.get("role", ""), "val": call.meta["val"]}
         call.replace_all_uses_with(item)
     if not moved:
         return
-    graph = _copied(loop.body)
+    graph, metas, values = _copied(loop.body), list(loop.body.out_metas), list(node.meta["val"])
     end = next(n for n in reversed(graph.nodes) if n.op == "output")
     outs = list(end.args[0])
-    for i, constraint in moved.items():
+    for i, (dtype, constraint) in moved.items():
         with graph.inserting_before(end):
-            outs[i] = _constrained(graph, outs[i], constraint)
+            outs[i] = _constrained(graph, _cast(graph, outs[i], dtype), constraint)
+        metas[i], values[i] = replace(metas[i], dtype=dtype), values[i].to(dtype)
     end.args = (outs,)
-    node.target = replace(loop, body=_body(loop.body, graph))
+    node.meta["val"] = tuple(values)
+    node.target = replace(loop, body=replace(_body(loop.body, graph), out_metas=tuple(metas)))
+
+
+def _only_user(node: torch.fx.Node) -> torch.fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _widens(node: torch.fx.Node) -> bool:
+    """Tell a cast that loses nothing, so that a sum may be cast before it is made."""
+    if node.target is not torch.ops.aten._to_copy.default or set(node.kwargs) != {"dtype"}:
+        return False
+    before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
+    return before.is_floating_point and torch.promote_types(before, after) == after
+
+
+def _cast(graph: torch.fx.Graph, value: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
+    if value.meta["val"].dtype == dtype:
+        return value
+    node = graph.call_function(torch.ops.aten._to_copy.default, (value,), {"dtype": dtype})
+    node.meta = {**value.meta, "val": value.meta["val"].to(dtype)}
+    return node
 
 
 def erase_dead(graph: torch.fx.Graph) -> None:

@@ -14,6 +14,7 @@ from pfx.compiler.batched import unmerge_batches
 from pfx.compiler.functional import check_pure
 from pfx.compiler.loops import outputs_of, prune_loops, sink_constraints
 from pfx.compiler.manual import check_meshes, has_regions, settle
+from pfx.compiler.numbers import share_numbers
 from pfx.compiler.partition import partition
 from pfx.compiler.passes import bucket_collectives, number_in_order
 from pfx.compiler.pipeline.form import form_pipelines
@@ -70,6 +71,7 @@ def lower(
     module = functionalize(traced, where, arg_names)
     check_pure(module, where)
     module = simplify(module)
+    share_numbers(module.graph)
     sink_constraints(module.graph)
     prune_loops(module.graph)
     unmerge_batches(module.graph)

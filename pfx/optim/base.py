@@ -134,8 +134,8 @@ def update_with(
 class NewValue:
     """A leaf of updates that is no difference but what the parameter becomes, rounded to its dtype.
 
-    A difference cannot say every new value exactly: ``p + (new − p)`` rounds. It is a leaf, not a
-    tree, so a transformation that would scale it fails instead of scaling the parameter.
+    A difference cannot say every new value: ``p + (new − p)`` may round, and no number leads back from
+    an infinity. It is a leaf, not a tree: what would scale it fails instead of scaling the parameter.
     """
 
     value: Tensor

@@ -19,6 +19,7 @@ from pfx.compiler.ir import Block, Compute, LoopInstr, PipelineInstr, Stage
 from pfx.compiler.program import Program, target_name, verify
 from pfx.runtime.pipeline import StageRunner
 from pfx.schedules import peak_activations
+from pfx.spec import layout_of, local_bytes
 from tests.common import FAMILIES, Case, run
 from tests.sim.pipelines import VIRTUAL, stages_of
 
@@ -67,8 +68,10 @@ def parameters(case: Case) -> Iterator[tuple[int, bool]]:
     )
     for leaf, spec, between in zip(leaves, used, kept, strict=True):
         if "pp" not in spec.axes:
-            bytes_ = math.prod(leaf.shape) * 8 // train.mesh.count(spec.axes)
-            yield bytes_, "pp" in between.axes
+            split = "pp" in between.axes
+            layout = layout_of(between if split else spec, leaf.shape, train.mesh, "parameter")
+            part = local_bytes(leaf.shape, leaf.dtype, layout, train.mesh)  # with padding
+            yield part * (train.plan.pp if split else 1), split
 
 
 def expected_bill(case: Case, scalars: int) -> Counter[tuple[str, tuple[int, ...], int]]:

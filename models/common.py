@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 import pfx
 
@@ -117,18 +118,49 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor
 def language_model_loss(apply: Callable[..., torch.Tensor], config: Any) -> Loss:
     """Return ``loss(params, batch, key) -> (loss_sum, weight, metrics)`` for ``apply``.
 
-    The batch holds int64 "tokens" and "labels", both (batch, seq). Sums, not means: microbatches
-    and devices add theirs, and the one division by the whole weight comes last.
+    The batch holds int64 "tokens" and "labels", both (batch, seq). "positions" and "segments" of the
+    same shape, where they are there, go to ``apply``: the place of each token, and the number of
+    its document in the row. Sums, not means: microbatches and devices add theirs, and the one
+    division by the whole weight comes last.
     """
 
     def loss(
         params: Params, batch: dict[str, torch.Tensor], key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        logits = apply(params, batch["tokens"], config, key=key)
+        placed = {name: batch[name] for name in ("positions", "segments") if name in batch}
+        logits = apply(params, batch["tokens"], config, key=key, **placed)
         loss_sum, weight = token_loss(logits, batch["labels"])
         return loss_sum, weight, {}
 
     return loss
+
+
+def attention_mask(segments: torch.Tensor | None) -> torch.Tensor | None:
+    """Return which tokens may attend to which: those before them, of their own document.
+
+    Args:
+        segments: (batch, seq), the number of each token's document in its row; None: all one.
+
+    Returns:
+        Bools (batch, 1, seq, seq), true where the third dim attends to the fourth; None for None.
+
+    >>> attention_mask(torch.tensor([[0, 0, 1]]))[0, 0].int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [0, 0, 1]], dtype=torch.int32)
+    """
+    if segments is None:
+        return None
+    seq = torch.arange(segments.shape[1], device=segments.device)
+    before = seq.unsqueeze(1) >= seq
+    return (before & (segments.unsqueeze(2) == segments.unsqueeze(1))).unsqueeze(1)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Causal attention over (batch, heads, seq, head_dim), within the mask if there is one."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
 
 
 def check_divides(where: str, name: str, size: int, by: str, divisor: int) -> None:

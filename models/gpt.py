@@ -104,7 +104,13 @@ def axes(config: Config) -> Params:
 
 
 def apply(
-    params: Params, tokens: torch.Tensor, config: Config, *, key: torch.Tensor | None = None
+    params: Params,
+    tokens: torch.Tensor,
+    config: Config,
+    *,
+    key: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    segments: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the logits of the next token, (batch, seq, padded vocab); the padding's are -inf.
 
@@ -112,6 +118,9 @@ def apply(
         params: what `init` returns.
         tokens: (batch, seq) int64, seq at most ``config.max_seq_len``.
         key: for dropout; without it nothing is dropped.
+        positions: (batch, seq) int64, the place of each token; None: 0, 1, 2, ... in each row.
+        segments: (batch, seq) int64, the number of each token's document in its row; no token
+            attends to another document. None: all are one.
 
     Raises:
         ValueError: the tokens are longer than the model has positions.
@@ -125,11 +134,12 @@ def apply(
     common.check_length("gpt.apply", tokens, config.max_seq_len)
     embed_key, block_keys = _dropout_keys(key, config)
     x = pfx.constrain(F.embedding(tokens, params["tok_embed"]), "batch seq embed")
-    x = dropout(x + params["positions"][: tokens.shape[1]], config.dropout, embed_key)
+    x = dropout(x + _position_embed(params, tokens, positions), config.dropout, embed_key)
+    mask = common.attention_mask(segments)
 
     def layer(x: torch.Tensor, inputs: tuple) -> tuple[torch.Tensor, None]:
         weights, block_key = inputs
-        return block(x, weights, config, block_key), None
+        return block(x, weights, config, block_key, mask), None
 
     x, _ = pfx.scan(layer, x, (params["blocks"], block_keys), remat=config.remat)
     x = layer_norm(x, params["final_norm"], config.eps)
@@ -142,23 +152,35 @@ def loss_fn(config: Config) -> Loss:
     return common.language_model_loss(apply, config)
 
 
+def _position_embed(
+    params: Params, tokens: torch.Tensor, positions: torch.Tensor | None
+) -> torch.Tensor:
+    if positions is None:
+        return params["positions"][: tokens.shape[1]]
+    return pfx.constrain(F.embedding(positions, params["positions"]), "batch seq embed")
+
+
 def block(
-    x: torch.Tensor, weights: Params, config: Config, key: torch.Tensor | None
+    x: torch.Tensor,
+    weights: Params,
+    config: Config,
+    key: torch.Tensor | None,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Add attention, then the mlp, to the residual stream; each reads it through a LayerNorm."""
     attn_key, mlp_key = (None, None) if key is None else pfx.random.split(key)
-    update = attention(layer_norm(x, weights["attn_norm"], config.eps), weights)
+    update = attention(layer_norm(x, weights["attn_norm"], config.eps), weights, mask)
     x = pfx.constrain(x + dropout(update, config.dropout, attn_key), "batch seq embed")
     update = mlp(layer_norm(x, weights["mlp_norm"], config.eps), weights)
     return pfx.constrain(x + dropout(update, config.dropout, mlp_key), "batch seq embed")
 
 
-def attention(x: torch.Tensor, weights: Params) -> torch.Tensor:
-    """Causal multi-head self-attention."""
+def attention(x: torch.Tensor, weights: Params, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Causal multi-head self-attention, within the mask if there is one."""
     qkv = torch.tensordot(x, weights["wqkv"], dims=1) + weights["bqkv"]
     qkv = pfx.constrain(qkv, "batch tokens heads qkv head_dim")
     q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    mixed = common.attend(q, k, v, mask)
     return torch.tensordot(mixed.transpose(1, 2), weights["wo"], dims=2) + weights["bo"]
 
 

@@ -138,7 +138,13 @@ def axes(config: Config) -> Params:
 
 
 def apply(
-    params: Params, tokens: torch.Tensor, config: Config, *, key: torch.Tensor | None = None
+    params: Params,
+    tokens: torch.Tensor,
+    config: Config,
+    *,
+    key: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    segments: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the logits of the next token, (batch, seq, padded vocab); the padding's are -inf.
 
@@ -146,6 +152,9 @@ def apply(
         params: what `init` returns.
         tokens: (batch, seq) int64, seq at most ``config.max_seq_len``.
         key: unused, these models draw nothing; every model of this package takes one.
+        positions: (batch, seq) int64, the place of each token; None: 0, 1, 2, ... in each row.
+        segments: (batch, seq) int64, the number of each token's document in its row; no token
+            attends to another document. None: all are one.
 
     Raises:
         ValueError: the tokens are longer than ``config.max_seq_len``.
@@ -159,10 +168,11 @@ def apply(
     """
     common.check_length("llama.apply", tokens, config.max_seq_len)
     x = pfx.constrain(F.embedding(tokens, params["tok_embed"]), "batch seq embed")
-    rotation = rotary_table(tokens.shape[1], config, x)
+    rotation = rotary_table(tokens.shape[1], config, x, positions)
+    mask = common.attention_mask(segments)
 
     def layer(x: torch.Tensor, weights: Params) -> tuple[torch.Tensor, None]:
-        return block(x, weights, rotation, config), None
+        return block(x, weights, rotation, config, mask), None
 
     x, _ = pfx.scan(layer, x, params["blocks"], remat=config.remat)
     x = rms_norm(x, params["final_norm"], config.eps)
@@ -176,15 +186,27 @@ def loss_fn(config: Config) -> Loss:
     return common.language_model_loss(apply, config)
 
 
-def block(x: torch.Tensor, weights: Params, rotation: Rotation, config: Config) -> torch.Tensor:
+def block(
+    x: torch.Tensor,
+    weights: Params,
+    rotation: Rotation,
+    config: Config,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Add attention, then the mlp, to the residual stream; each reads it through an RMSNorm."""
     normed = rms_norm(x, weights["attn_norm"], config.eps)
-    x = pfx.constrain(x + attention(normed, weights, rotation, config), "batch seq embed")
+    x = pfx.constrain(x + attention(normed, weights, rotation, config, mask), "batch seq embed")
     normed = rms_norm(x, weights["mlp_norm"], config.eps)
     return pfx.constrain(x + mlp(normed, weights), "batch seq embed")
 
 
-def attention(x: torch.Tensor, weights: Params, rotation: Rotation, config: Config) -> torch.Tensor:
+def attention(
+    x: torch.Tensor,
+    weights: Params,
+    rotation: Rotation,
+    config: Config,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Causal self-attention in which each key and value head serves a group of query heads."""
     q = torch.tensordot(x, weights["wq"], dims=1).transpose(1, 2)
     k = torch.tensordot(x, weights["wk"], dims=1).transpose(1, 2)
@@ -197,7 +219,7 @@ def attention(x: torch.Tensor, weights: Params, rotation: Rotation, config: Conf
         k = rms_norm(k, weights["k_norm"], config.eps)
     group = config.num_heads // config.num_kv_heads
     k, v = repeat_heads(rotate(k, rotation), group), repeat_heads(v, group)
-    mixed = F.scaled_dot_product_attention(rotate(q, rotation), k, v, is_causal=True)
+    mixed = common.attend(rotate(q, rotation), k, v, mask)
     return torch.tensordot(mixed.transpose(1, 2), weights["wo"], dims=2)
 
 
@@ -220,11 +242,20 @@ def rms_norm(x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
     return scale * normed.to(x.dtype)
 
 
-def rotary_table(seq_len: int, config: Config, like: torch.Tensor) -> Rotation:
-    """Return (cos, signed sin) of every position's angles, each (seq, head_dim), for `rotate`."""
+def rotary_table(
+    seq_len: int, config: Config, like: torch.Tensor, positions: torch.Tensor | None = None
+) -> Rotation:
+    """Return (cos, signed sin) of every position's angles, for `rotate`.
+
+    Each is (seq, head_dim), or (batch, 1, seq, head_dim) for given positions (batch, seq).
+    """
     dtype = torch.promote_types(like.dtype, torch.float32)
-    positions = torch.arange(seq_len, dtype=dtype, device=like.device)
-    angles = torch.outer(positions, rotary_frequencies(config, positions))
+    if positions is None:
+        positions = torch.arange(seq_len, device=like.device)
+    else:
+        positions = positions.unsqueeze(1)
+    positions = positions.to(dtype)
+    angles = positions.unsqueeze(-1) * rotary_frequencies(config, positions)
     cos, sin = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 

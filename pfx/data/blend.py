@@ -130,7 +130,7 @@ def interleave(counts: Sequence[int]) -> np.ndarray:
     "Proportionate progress", doi:10.1007/BF01940883), and no count is then off by one.
 
     >>> interleave([3, 1, 2])
-    array([0, 2, 0, 1, 2, 0])
+    array([0, 2, 0, 1, 0, 2])
     """
     total = sum(counts)
     source = np.repeat(np.arange(len(counts)), counts)

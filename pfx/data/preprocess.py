@@ -35,6 +35,7 @@ class Summary:
         prefix: of the files that were written.
         documents: how many were written.
         tokens: likewise, end-of-document tokens included.
+        learnt: tokens that the loss counts: all, or those of the assistant.
         empty: records that were left out because they gave no token.
         bad_count: lines that gave no document.
         bad: the first 1000 of them.
@@ -45,6 +46,7 @@ class Summary:
     prefix: str
     documents: int
     tokens: int
+    learnt: int
     empty: int
     bad_count: int
     bad: tuple[BadLine, ...]
@@ -56,6 +58,8 @@ class Summary:
             f"{self.prefix}: {self.documents:,} documents, {self.tokens:,} tokens "
             f"from {self.bytes:,} bytes in {self.seconds:.1f} s"
         ]
+        if self.learnt < self.tokens:
+            lines.append(f"{self.learnt:,} of the tokens are learnt")
         if self.empty:
             lines.append(f"{self.empty:,} empty records were left out")
         if self.bad_count:
@@ -161,7 +165,7 @@ def run(
     start, total = time.perf_counter(), total_size(files)
     count = _workers(workers, total)
     bad: list[BadLine] = []
-    bad_count = empty = done = 0
+    bad_count = empty = learnt = done = 0
     position = ("", 0)  # of the last chunk's end: the file, and its lines so far
     with ExitStack() as stack:
         writers: list[IndexedWriter] = []
@@ -178,14 +182,26 @@ def run(
             bad += found[: _KEPT_BAD_LINES - len(bad)]
             bad_count += len(found)
             empty += encoded.empty
+            learnt += (
+                int(encoded.columns[1].sum()) if len(prefixes) > 1 else len(encoded.columns[0])
+            )
             done += chunk.size
             if progress is not None:
                 progress(done, total)
         stale = [] if len(prefixes) > 1 else [pair(prefixes[0] + MASK_SUFFIX)[1]]
         finish_together(writers, stale=stale)
     seconds = time.perf_counter() - start
-    documents, tokens = writers[0].num_documents, writers[0].num_tokens
-    return Summary(prefixes[0], documents, tokens, empty, bad_count, tuple(bad), total, seconds)
+    return Summary(
+        prefix=prefixes[0],
+        documents=writers[0].num_documents,
+        tokens=writers[0].num_tokens,
+        learnt=learnt,
+        empty=empty,
+        bad_count=bad_count,
+        bad=tuple(bad),
+        bytes=total,
+        seconds=seconds,
+    )
 
 
 def _write(writers: Sequence[IndexedWriter], encoded: Encoded) -> None:

@@ -38,6 +38,10 @@ class Tokenizer(Protocol):
         """Return the ids of each text."""
         ...
 
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of a text, and (ids, 2) where in it each begins and ends, in characters."""
+        ...
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids."""
         ...
@@ -68,6 +72,12 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the bytes of each text."""
         return [self.encode(text) for text in texts]
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bytes of a text, and (bytes, 2) the range of the character each is of."""
+        widths = [len(character.encode()) for character in text]
+        begin = np.repeat(np.arange(len(text)), widths)
+        return self.encode(text), np.stack([begin, begin + 1], axis=1)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; ids that are no bytes are left out, broken characters replaced."""

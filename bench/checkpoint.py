@@ -63,7 +63,7 @@ def plain_read(path: Path) -> np.ndarray:
     return data
 
 
-def cached(folder: Path, keep: bool) -> None:
+def cached(folder: Path, *, keep: bool) -> None:
     """Have the pages of all files in memory, or none of them."""
     for path in folder.rglob("*"):
         if path.is_file():
@@ -145,9 +145,9 @@ def main() -> None:
             "pfx": lambda: checkpoint.restore(folder / "own", like=like),
             "dcp, torch": dcp_load,
         }
-        cached(folder, True)
+        cached(folder, keep=True)
         show("restore, files in memory", in_turns(options.rounds, loads, lambda _: None), nbytes)
-        uncached = in_turns(options.rounds, loads, lambda _: cached(folder, False))
+        uncached = in_turns(options.rounds, loads, lambda _: cached(folder, keep=False))
         show("restore, files on disk", uncached, nbytes)
         stalls(folder, state, options.rounds)
     finally:
@@ -161,9 +161,10 @@ def stalls(folder: Path, state: dict[str, dict[str, torch.Tensor]], rounds: int)
     copies, stalled = [], []
     for turn in range(rounds + 1):
         copy = timed(lambda: [to.copy_(leaf) for to, leaf in zip(room, leaves, strict=True)])
-        handles = []
-        stall = timed(lambda: handles.append(checkpoint.save_async(folder / "async", 1, state)))
-        handles[0].wait()
+        start = time.perf_counter()
+        handle = checkpoint.save_async(folder / "async", 1, state)
+        stall = time.perf_counter() - start
+        handle.wait()
         if turn:
             copies.append(copy)
             stalled.append(stall)

@@ -67,6 +67,10 @@ class Attempt:
         """This rank's file."""
         return self.folder / f"{self.world.rank:05d}.bin"
 
+    def failure(self, rank: int) -> Path:
+        """Where a rank says why it has failed: beside the folder, which may have its last name."""
+        return self.directory / f"{UNFINISHED}failed-{rank:05d}-{self.nonce}"
+
     @property
     def where(self) -> str:
         """How errors begin."""
@@ -99,11 +103,13 @@ def finish(attempt: Attempt, part: Part, manifest: Callable[[Sequence[Part]], Ma
     size, pieces = part
     packed = [[leaf, packed_piece(piece, 0)] for leaf, piece in pieces]
     write_whole(attempt.folder / _part(attempt.world.rank), sealed(attempt.nonce, [size, packed]))
-    _wait(attempt, lambda names: names is None, "the leader's commit")
-    for place in reversed(places(attempt.directory)):
-        if place.step == attempt.step and head_of(place).nonce == attempt.nonce:
-            return place
-    raise CheckpointError(message(attempt.where, "was given up by rank 0."))
+    _wait(attempt, lambda: not attempt.folder.exists(), "the leader's commit")
+    own = [place for place in places(attempt.directory) if place.step == attempt.step]
+    place = next((place for place in own if head_of(place).nonce == attempt.nonce), None)
+    if place is None:
+        raise CheckpointError(message(attempt.where, "was given up by rank 0."))
+    _wait(attempt, lambda: _points_to(attempt, place), "the leader's commit")
+    return place
 
 
 def fail(attempt: Attempt, error: BaseException) -> None:
@@ -113,15 +119,14 @@ def fail(attempt: Attempt, error: BaseException) -> None:
             shutil.rmtree(attempt.folder, ignore_errors=True)
             return
         attempt.shard.unlink(missing_ok=True)
-        name = f"failed-{attempt.world.rank:05d}"
-        write_whole(attempt.folder / name, str(error).encode("utf-8", "replace"))
+        write_whole(attempt.failure(attempt.world.rank), str(error).encode("utf-8", "replace"))
 
 
 def _others(attempt: Attempt) -> list[Part]:
     """The parts of all ranks but the leader."""
     ranks = range(1, attempt.world.size)
     wanted = {_part(rank): rank for rank in ranks}
-    _wait(attempt, lambda names: names is None or wanted.keys() <= names, "a rank's part", wanted)
+    _wait(attempt, lambda: wanted.keys() <= _names(attempt.folder), "a rank's part", wanted)
     return [_read_part(attempt, rank) for rank in ranks]
 
 
@@ -157,26 +162,17 @@ def _commit(attempt: Attempt, manifest: Manifest) -> Place:
 
 
 def _wait(
-    attempt: Attempt,
-    ready: Callable[[set[str] | None], bool],
-    what: str,
-    wanted: dict[str, int] | None = None,
+    attempt: Attempt, ready: Callable[[], bool], what: str, wanted: dict[str, int] | None = None
 ) -> None:
-    """Look into the folder (None: it is gone) until it is ready, or a rank has failed, or too late."""
+    """Look until it is ready, or a rank has failed, or it is too late."""
     end, pause, ended = time.monotonic() + attempt.world.patience, 0.001, False
-    while True:
-        names = _names(attempt.folder)
-        for name in sorted(names or ()):
-            if name.startswith("failed-"):
-                text = read_whole(attempt.folder / name).decode("utf-8", "replace")
-                where = f"{attempt.where}: rank {int(name[7:])} has failed."
-                raise CheckpointError(message(where, "", *text.splitlines()))
-        if ready(names):
-            return
+    while not ready():
+        _raise_failure(attempt)
         if not ended and not threading.main_thread().is_alive():
             end, ended = min(end, time.monotonic() + AFTER_THE_END), True
         if time.monotonic() > end:
-            missing = [rank for name, rank in (wanted or {}).items() if name not in (names or ())]
+            here = _names(attempt.folder)
+            missing = [rank for name, rank in (wanted or {}).items() if name not in here]
             late = f"ranks {', '.join(map(str, missing[:10]))}" if missing else "rank 0"
             raise CheckpointError(
                 message(
@@ -190,11 +186,27 @@ def _wait(
         pause = min(pause * 1.5, 0.05)
 
 
-def _names(folder: Path) -> set[str] | None:
+def _raise_failure(attempt: Attempt) -> None:
+    """Raise what another rank says about its failure."""
+    start, nonce = f"{UNFINISHED}failed-", attempt.nonce
+    for name in sorted(_names(attempt.directory)):
+        if name.startswith(start) and name.endswith(nonce):
+            text = read_whole(attempt.directory / name).decode("utf-8", "replace")
+            rank = int(name.removeprefix(start).split("-")[0])
+            where = f"{attempt.where}: rank {rank} has failed."
+            raise CheckpointError(message(where, "", *text.splitlines()))
+
+
+def _points_to(attempt: Attempt, place: Place) -> bool:
+    path = attempt.directory / POINTER
+    return path.exists() and read_whole(path).decode("utf-8", "replace").strip() == place.path.name
+
+
+def _names(folder: Path) -> set[str]:
     try:
         return set(os.listdir(folder))
     except FileNotFoundError:
-        return None
+        return set()
 
 
 def _part(rank: int) -> str:

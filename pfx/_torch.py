@@ -470,6 +470,23 @@ def mode_of(fake: Any) -> FakeTensorMode:
     return fake.fake_mode
 
 
+def sgd_(
+    p: torch.Tensor,
+    v: torch.Tensor,
+    grad: torch.Tensor,
+    *,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    nesterov: bool,
+) -> None:
+    """Update a parameter and its accumulated gradient in place, as a later step of SGD does."""
+    torch._fused_sgd_(  # pyright: ignore[reportPrivateImportUsage]
+        [p], [grad], [v], weight_decay=weight_decay, momentum=momentum, lr=lr, dampening=0.0,
+        nesterov=nesterov, maximize=False, is_first_step=False,
+    )  # fmt: skip
+
+
 def adamw_(
     p: torch.Tensor,
     m: torch.Tensor,

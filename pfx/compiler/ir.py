@@ -67,7 +67,7 @@ class Compute:
     offset: tuple[tuple[Axes, int], ...] = ()
     source: str = ""
     many: bool = False  # the call returns a tuple
-    into: int = -1  # the operand whose memory the result takes, see `pfx.compiler.reuse`
+    over: tuple[int, ...] = ()  # per result the place in `ins` of the operand whose memory it takes
     rows: tuple[int, ...] = ()  # of a stack of layers: the operands whose dim 0 counts them too
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from pfx import _torch
-from pfx.compiler.adam import fuse_adam
 from pfx.compiler.batched import unmerge_batches
 from pfx.compiler.functional import check_pure
+from pfx.compiler.fuse import fuse_updates
 from pfx.compiler.loops import outputs_of, prune_loops, sink_constraints
 from pfx.compiler.manual import check_meshes, has_regions, settle
 from pfx.compiler.numbers import share_numbers
@@ -20,6 +20,7 @@ from pfx.compiler.passes import bucket_collectives, number_in_order
 from pfx.compiler.pipeline.form import form_pipelines
 from pfx.compiler.program import Program
 from pfx.compiler.propagate import Context, propagate
+from pfx.compiler.repeats import merge_repeated_updates
 from pfx.compiler.reuse import reuse_buffers
 from pfx.compiler.simplify import simplify
 from pfx.compiler.stages import lay_out_pipelines
@@ -76,6 +77,7 @@ def lower(
     prune_loops(module.graph)
     unmerge_batches(module.graph)
     reassociate_sums(module.graph)
+    merge_repeated_updates(module.graph)
     manual = has_regions(module.graph)
     if manual:
         check_meshes(module.graph, mesh, where)
@@ -98,7 +100,7 @@ def lower(
         replace(v, layout=a or v.layout) for v, a in zip(program.outputs, asked_out, strict=True)
     ]
     program.report = list(context.report)
-    fuse_adam(program)
+    fuse_updates(program)
     bucket_collectives(program, bucket_bytes)
     number_in_order(program)
     lay_out_pipelines(program, schedule, bucket_bytes, where)

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pfx.compiler.adam import AdamW
-from pfx.compiler.in_place import is_in_place
+from pfx.compiler.in_place import taken
 from pfx.compiler.ir import (
     Block,
     Compute,
@@ -143,12 +142,9 @@ def _made(instr: Compute | Reshard, out: Value, env: dict[int, _Storage], mesh: 
             return env[instr.ins[instr.outs.index(out)].number]
         role = "gathered copies" if instr.move.kind == "all_gather" else out.role or "activations"
         return _Storage(out.local_bytes(mesh), role)
-    if instr.into >= 0 or is_in_place(instr.target):
-        return env[instr.ins[max(instr.into, 0)].number]
-    if isinstance(instr.target, AdamW):
-        k = instr.outs.index(out)
-        if instr.target.over[k]:
-            return env[instr.args[(0, 2, 3)[k]].number]
+    operand = taken(instr, out)
+    if operand is not None:
+        return env[operand.number]
     if is_view(instr.target) and instr.ins:
         return env[instr.ins[0].number]
     return _Storage(out.local_bytes(mesh), out.role or "activations")

@@ -1,4 +1,4 @@
-"""Write results over operands that die: a pass that marks elementwise calls to run in place.
+"""Write results over operands that die: a pass that marks the calls which can to run in place.
 
 An optimizer is a chain of elementwise calls on large tensors; allocating each result costs more than
 computing it. A call may overwrite an operand when that is its last reader, no view of the operand is
@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from pfx._torch import OpOverload
-from pfx.compiler.adam import AdamW
+from pfx.compiler.in_place import Kernel, choices
 from pfx.compiler.ir import (
     Block,
     Compute,
@@ -44,15 +42,15 @@ def reuse_buffers(block: Block) -> None:
     for i, instr in enumerate(block.instrs):
         if isinstance(instr, LoopInstr):
             reuse_buffers(instr.body)
-        elif isinstance(instr, Compute) and out_variant(instr.target) is not None:
-            for k, value in enumerate(instr.ins):
-                if free(i, instr, value) and _fits(value, instr):
-                    block.instrs[i] = replace(instr, into=k)
-                    break
-        elif isinstance(instr, Compute) and isinstance(instr.target, AdamW):
-            p, _, m, v, *_ = instr.args
-            over = (free(i, instr, p), free(i, instr, m), free(i, instr, v))
-            block.instrs[i] = replace(instr, target=replace(instr.target, over=over))
+        elif isinstance(instr, Compute) and (found := choices(instr)):
+            over: list[int] = []
+            for out, places in zip(instr.outs, found, strict=True):
+                fit = (
+                    k for k in places
+                    if k not in over and free(i, instr, instr.ins[k]) and _fits(instr.ins[k], out)
+                )  # fmt: skip
+                over.append(next(fit, -1))
+            block.instrs[i] = replace(instr, over=tuple(over))
 
 
 def _roots(block: Block) -> dict[int, int]:
@@ -84,7 +82,7 @@ def _made_here(block: Block) -> set[int]:
         if isinstance(instr, PipelineInstr):
             pairs = zip(instr.made.outputs, instr.outs, strict=True)
             found |= {out.number for output, out in pairs if output.home == EACH}
-        elif isinstance(instr, Compute) and isinstance(instr.target, OpOverload):
+        elif isinstance(instr, Compute) and isinstance(instr.target, (OpOverload, Kernel)):
             if not is_view(instr.target):
                 found |= {out.number for out in instr.outs if out is not None}
     return found
@@ -101,9 +99,8 @@ def _last_reads(block: Block, roots: dict[int, int]) -> dict[int, int]:
     return found
 
 
-def _fits(value: Value, instr: Compute) -> bool:
-    """Tell whether the result has the operand's form and is held by the same devices."""
-    (out,) = instr.outs
+def _fits(value: Value, out: Value | None) -> bool:
+    """Tell whether a result has the operand's form and is held by the same devices."""
     assert out is not None
     same_form = value.shape == out.shape and value.dtype == out.dtype
     return (
@@ -112,26 +109,6 @@ def _fits(value: Value, instr: Compute) -> bool:
         and set(value.layout.partial) == set(out.layout.partial)
         and set(value.layout.varying) == set(out.layout.varying)
     )
-
-
-def out_variant(target: Any) -> Any | None:
-    """The ``out=`` form of an elementwise op, if it has one."""
-    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
-        return None
-    name = target._overloadname
-    names = ("out", "Tensor_out") if name in ("default", "Tensor", "self") else (f"{name}_out",)
-    for candidate in names:
-        found = getattr(target.overloadpacket, candidate, None)
-        if found is not None and _same_arguments(target, found):
-            return found
-    return None
-
-
-def _same_arguments(target: OpOverload, found: OpOverload) -> bool:
-    """Tell whether `found` takes the arguments of `target` and an ``out``."""
-    wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
-    given = [(a.name, str(a.type)) for a in found._schema.arguments]
-    return given[-1][0] == "out" and given[:-1] == wanted
 
 
 def shared_outputs(block: Block) -> list[bool]:

@@ -66,13 +66,21 @@ def ema(decay: float | Schedule) -> GradientTransformation:
             fix = "optimizer.update(grads, state, params)"
             raise ValueError(message("ema: params", what, why, fix=fix))
         now = apply_updates(params, grads)
-        share = 1 - value_at(decay, state.count)
-        average = tree.map(
-            lambda a, p: torch.lerp(a, p.to(a.dtype), share.to(a.dtype)), state.average, now
-        )
+        share = _share(decay, state.count)
+
+        def moved(a: Tensor, p: Tensor) -> Tensor:
+            weight = share.to(a.dtype) if isinstance(share, Tensor) else share
+            return torch.lerp(a, p.to(a.dtype), weight)
+
+        average = tree.map(moved, state.average, now)
         return grads, EmaState(state.count + 1, average)
 
     return GradientTransformation(init, update)
+
+
+def _share(decay: float | Schedule, count: Tensor) -> float | Tensor:
+    """The share of the parameters: a number stays one, which costs a pass over memory less."""
+    return 1 - value_at(decay, count) if callable(decay) else float(1 - decay)
 
 
 def ema_params(opt_state: Any, like: Any = None) -> Any:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from pfx.compiler.in_place import as_marked
 from pfx.compiler.ir import Block, Compute, Instr, Value, last_uses
-from pfx.compiler.reuse import out_variant
 
 Run = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
@@ -65,10 +65,8 @@ class _Writer:
         """The line of a local call, over a dying operand where the instruction says so."""
         args = [self.written(arg) for arg in instr.args]
         args += [f"{key}={self.written(arg)}" for key, arg in instr.kwargs.items()]
-        target = instr.target
-        if instr.into >= 0:
-            target = out_variant(target)
-            args.append(f"out={_name(instr.ins[instr.into])}")
+        target, marks = as_marked(instr)
+        args += [f"{key}={self.written(mark)}" for key, mark in marks.items()]
         if instr.offset:
             args.append(f"offset={self.written(offset_of(instr))}")
         outs = ", ".join(map(_name, instr.outs))

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from pfx.compiler.adam import AdamW
+from pfx.compiler.in_place import as_marked
 from pfx.compiler.ir import Compute, Value, values_in
-from pfx.compiler.reuse import out_variant
 
 Call = Callable[[Sequence[torch.Tensor], Any], Any]
 
@@ -18,25 +17,31 @@ Call = Callable[[Sequence[torch.Tensor], Any], Any]
 def local_call(instr: Compute, *, reuse: bool = True) -> Call:
     """A function of the operands' local tensors (in the order of `ins`) and the offset.
 
-    With `reuse`, a call marked to overwrite an operand does so.
+    With `reuse`, a call marked to overwrite operands does so.
     """
-    if reuse and instr.into >= 0:
-        return _in_place(instr)
-    if not reuse and isinstance(instr.target, AdamW):
-        instr = replace(instr, target=replace(instr.target, over=(False, False, False)))
+    out = -1
     positions = {value.number: i for i, value in enumerate(instr.ins)}
+    if reuse:
+        target, keywords = as_marked(instr)
+        if "out" in keywords:
+            out = positions[keywords.pop("out").number]
+        instr = replace(instr, target=target, kwargs={**instr.kwargs, **keywords})
     nested = [a for a in instr.args if not isinstance(a, Value)]
     if any(values_in([*nested, *instr.kwargs.values()])):
-        return _nested(instr, positions)
-    return _flat(instr, positions)
+        return _nested(instr, positions, out)
+    return _flat(instr, positions, out)
 
 
-def _flat(instr: Compute, positions: Mapping[int, int]) -> Call:
+def _flat(instr: Compute, positions: Mapping[int, int], out: int) -> Call:
     """Operands are arguments themselves: a position each, the constants at -1."""
     target, kwargs = instr.target, dict(instr.kwargs)
     template = [
         (positions[a.number], None) if isinstance(a, Value) else (-1, a) for a in instr.args
     ]
+    if out >= 0:
+        return lambda ins, _: target(
+            *[ins[i] if i >= 0 else a for i, a in template], **kwargs, out=ins[out]
+        )
     if instr.offset:
         return lambda ins, offset: target(
             *[ins[i] if i >= 0 else a for i, a in template], **kwargs, offset=offset
@@ -46,26 +51,14 @@ def _flat(instr: Compute, positions: Mapping[int, int]) -> Call:
     return lambda ins, _: target(*[ins[i] if i >= 0 else a for i, a in template], **kwargs)
 
 
-def _in_place(instr: Compute) -> Call:
-    """Write the result over an operand that nobody reads again."""
-    target, into = out_variant(instr.target), instr.into
-    assert target is not None and not instr.offset
-    positions = {value.number: i for i, value in enumerate(instr.ins)}
-    template = [
-        (positions[a.number], None) if isinstance(a, Value) else (-1, a) for a in instr.args
-    ]
-    kwargs = dict(instr.kwargs)
-    return lambda ins, _: target(
-        *[ins[i] if i >= 0 else a for i, a in template], **kwargs, out=ins[into]
-    )
-
-
-def _nested(instr: Compute, positions: Mapping[int, int]) -> Call:
+def _nested(instr: Compute, positions: Mapping[int, int], out: int) -> Call:
     """Operands are also inside lists (a concat) or keywords."""
 
     def call(ins: Sequence[torch.Tensor], offset: Any) -> Any:
         args = _fill(instr.args, ins, positions)
         kwargs = _fill(dict(instr.kwargs), ins, positions)
+        if out >= 0:
+            kwargs["out"] = ins[out]
         return instr.target(*args, **kwargs, **({"offset": offset} if instr.offset else {}))
 
     return call

@@ -271,7 +271,7 @@ def test_a_cast_shares_memory_and_so_is_not_overwritten() -> None:
     call = Compute(add, (y, other), {}, (y, other), (z,))
     program = Program(mesh, [x, other], [z], [cast, call], donated=frozenset((1,)))
     reuse_buffers(program)
-    assert program.instrs[1].into == -1
+    assert program.instrs[1].over == (-1,)
     program.outputs = [y, z]
     assert shared_outputs(program) == [False, False]
     program.donated = frozenset()
@@ -280,7 +280,7 @@ def test_a_cast_shares_memory_and_so_is_not_overwritten() -> None:
     call = Compute(add, (x, other), {}, (x, other), (z,))
     program = Program(mesh, [x, other], [z], [call], donated=frozenset((1,)))
     reuse_buffers(program)
-    assert program.instrs[0].into == -1
+    assert program.instrs[0].over == (-1,)
 
 
 def test_an_array_owns_each_of_its_parts() -> None:

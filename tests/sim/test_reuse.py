@@ -16,7 +16,11 @@ def chain(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def in_place_calls(program: pfx.compiler.program.Program) -> list[str]:
-    return [str(i.target) for i in program.instrs if isinstance(i, Compute) and i.into >= 0]
+    return [
+        str(i.target)
+        for i in program.instrs
+        if isinstance(i, Compute) and max(i.over, default=-1) >= 0
+    ]
 
 
 def test_a_chain_of_elementwise_calls_runs_in_the_memory_of_its_first_result() -> None:

@@ -97,14 +97,15 @@ def _with_addition(
         maker = chain[-1]
         if maker.target is aten.mm.default and made.dtype == row.dtype:
             a, b = maker.args
-            call = Compute(add_product_to, (row, a, b), {}, (row, *maker.ins), (after,))
+            call = Compute(add_product_to, (row, a, b), {}, (row, *maker.ins), (after,),
+                           over=(0,))  # fmt: skip
             gone = {id(instr) for instr in chain[:-1]}
             return [call if i is maker else i for i in instrs if id(i) not in gone]
         if maker.target not in _RESHAPES:
             break
         now = maker.ins[0]
         chain.append(makers.get(now.number))
-    return [*instrs, Compute(add_to, (row, made), {}, (row, made), (after,))]
+    return [*instrs, Compute(add_to, (row, made), {}, (row, made), (after,), over=(0,))]
 
 
 def _made(instrs: Sequence[Instr]) -> list[Value]:

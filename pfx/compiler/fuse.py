@@ -1,84 +1,34 @@
-"""Adam as one kernel: the chain of elementwise calls that updates one parameter, recognized and replaced.
+"""Updates of a parameter as one kernel: chains of elementwise calls, recognized and replaced.
 
-A dozen passes over memory become one (torch's fused kernel reads a parameter, its gradient and its
-moments once, and writes what changes once), and so do the two that sum up squares. The kernel corrects
-its moments by powers of the step; here the corrections are values of the program, so it is told that
-infinitely many steps have passed, and the corrections go into its rate and eps.
+A dozen passes over memory become one (torch's fused kernels read a parameter, its gradient and its
+moments once, and write what changes once), and so do the two that sum up squares. What is recognized
+is the arithmetic, wherever it comes from.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from pfx import _torch
 from pfx.compiler.ir import Block, Compute, Instr, Value
+from pfx.compiler.kernels import AdamW, AddScaled, Momentum, sum_of_squares
 
 aten = torch.ops.aten
-_CHUNK = 1 << 16  # elements whose squares are summed up at once: they stay in a cache
+Changes = Mapping[int, Instr | None]
 
 
-@dataclass(frozen=True)
-class AdamW:
-    """One step of a parameter: called with it, its gradient, both moments, and three numbers.
-
-    The numbers are those of ``p + rate · (m / (sqrt(v) · slope + offset) + decay · p)``.
-
-    Attributes:
-        over: which of parameter, first and second moment the results are written over.
-    """
-
-    __name__ = "adamw"
-
-    beta1: float
-    beta2: float
-    decay: float
-    over: tuple[bool, bool, bool] = (False, False, False)
-
-    def __call__(
-        self,
-        p: torch.Tensor,
-        grad: torch.Tensor,
-        m: torch.Tensor,
-        v: torch.Tensor,
-        slope: torch.Tensor,
-        offset: torch.Tensor,
-        rate: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        p, m, v = (x if o else x.clone() for x, o in zip((p, m, v), self.over, strict=True))
-        scale, eps = slope.item(), offset.item()
-        _torch.adamw_(
-            p,
-            m,
-            v,
-            grad,
-            lr=-rate.item() / scale,
-            betas=(self.beta1, self.beta2),
-            weight_decay=self.decay * scale,
-            eps=eps / scale,
-        )
-        return p, m, v
-
-
-def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
-    """The sum of the squares of all elements, chunk by chunk."""
-    chunks = x.reshape(-1).split(_CHUNK)
-    return torch.stack([torch.dot(chunk, chunk) for chunk in chunks]).sum()
-
-
-def fuse_adam(block: Block) -> None:
-    """Replace the chains of Adam, and sums of squares, in a block by one call each, in place."""
+def fuse_updates(block: Block) -> None:
+    """Replace the chains that update parameters, and sums of squares, by one call each, in place."""
     if block.mesh.device != "cpu":
-        return  # reading three numbers would wait for the device
+        return  # reading a rate would wait for the device
     graph = _Graph(block)
     changed: dict[int, Instr | None] = {}
     for instr in block.instrs:
         if isinstance(instr, Compute):
-            changed |= _adam(instr, graph) or _squares(instr, graph)
+            changed |= _update(instr, graph) or _squares(instr, graph)
     now = (changed.get(id(instr), instr) for instr in block.instrs)
     block.instrs = [instr for instr in now if instr is not None]
 
@@ -93,17 +43,19 @@ class _Graph:
         for instr in block.instrs:
             self.makers |= {out.number: instr for out in instr.outs if out is not None}
 
-    def call(self, value: Any, target: Any, *, alone: bool = True) -> Compute | None:
-        """The call of an op that makes a value, which (if alone) one other call reads."""
+    def call(
+        self, value: Any, target: Any, *, alone: bool = True, reads: int = 1
+    ) -> Compute | None:
+        """The call of an op that makes a value, which (if alone) only so many others read."""
         if not isinstance(value, Value):
             return None
         maker = self.makers.get(value.number)
-        once = self.reads[value.number] == 1 and value.number not in self.outputs
+        once = self.reads[value.number] == reads and value.number not in self.outputs
         found = isinstance(maker, Compute) and maker.target is target and (once or not alone)
         return maker if found else None  # type: ignore[return-value]
 
 
-def _squares(total: Compute, graph: _Graph) -> Mapping[int, Instr | None]:
+def _squares(total: Compute, graph: _Graph) -> Changes:
     """A sum of ``x * x`` that keeps no dim."""
     if total.target is not aten.sum.default or total.kwargs:
         return {}
@@ -117,15 +69,30 @@ def _squares(total: Compute, graph: _Graph) -> Mapping[int, Instr | None]:
     return {id(square): None, id(total): call}
 
 
-def _adam(last: Compute, graph: _Graph) -> Mapping[int, Instr | None]:
-    """The chain that ends in ``p + update``."""
+def _update(last: Compute, graph: _Graph) -> Changes:
+    """The chain that ends in ``p + rate · direction``."""
     if last.target is not aten.add.Tensor or last.kwargs or len(last.ins) != 2:
         return {}
     p, update = last.args
     scaled = graph.call(update, aten.mul.Tensor)
     if scaled is None or not isinstance(p, Value):
         return {}
-    decayed, rate = scaled.args
+    direction, rate = scaled.args
+    if not (isinstance(direction, Value) and isinstance(rate, Value)):
+        return {}
+    found = _adam(p, direction, rate, last, graph) or _momentum(p, direction, rate, last, graph)
+    if not found and _alike((p, direction), (rate,), last.outs[0]):
+        operands = (p, direction, rate)
+        found = {id(last): _call(AddScaled(), operands, last.outs, last)}
+    return {**found, id(scaled): None} if found else {}
+
+
+def _call(target: Any, operands: tuple[Any, ...], outs: Any, last: Compute) -> Compute:
+    ins = tuple(dict.fromkeys(operands))
+    return Compute(target, operands, {}, ins, outs, source=last.source, many=len(outs) > 1)
+
+
+def _adam(p: Value, decayed: Value, rate: Value, last: Compute, graph: _Graph) -> Changes:
     decay = graph.call(decayed, aten.add.Tensor)
     ratio = graph.call(decay.args[0] if decay else decayed, aten.div.Tensor)
     if ratio is None or (decay and not _reads(decay.args[1], p)):
@@ -143,7 +110,7 @@ def _adam(last: Compute, graph: _Graph) -> Mapping[int, Instr | None]:
     assert v is not None
     numbers = sloped.args[1], shifted.args[1], rate
     large = (p, grad, first.args[0], damped.args[0])
-    if not _same(large, numbers, last.outs[0]) or not isinstance(damped.args[1], float):
+    if not _alike(large, numbers, last.outs[0]) or not isinstance(damped.args[1], float):
         return {}
     squares = _reads(second.args[1], grad) and _reads(second.args[2], grad)
     beta2, share = damped.args[1], second.kwargs.get("value", 1)
@@ -152,10 +119,36 @@ def _adam(last: Compute, graph: _Graph) -> Mapping[int, Instr | None]:
     if graph.reads[m.number] != 1 or graph.reads[v.number] != 1:
         return {}  # another call may read a moment before the parameter is there
     target = AdamW(1 - first.args[2], beta2, decay.kwargs.get("alpha", 1) if decay else 0.0)
-    operands = (*large, *numbers)
-    call = Compute(target, operands, {}, tuple(dict.fromkeys(operands)),
-                   (last.outs[0], first.outs[0], v), source=last.source, many=True)  # fmt: skip
-    gone = (scaled, decay, ratio, shifted, sloped, root, second, damped, first)
+    call = _call(target, (*large, *numbers), (last.outs[0], first.outs[0], v), last)
+    gone = (decay, ratio, shifted, sloped, root, second, damped, first)
+    return {**{id(instr): None for instr in gone if instr}, id(last): call}
+
+
+def _momentum(p: Value, direction: Value, rate: Value, last: Compute, graph: _Graph) -> Changes:
+    """``v = g + momentum · v``, or ``g + momentum · v`` of that v; g perhaps with a decay in it."""
+    ahead = graph.call(direction, aten.add.Tensor)
+    inner = ahead and graph.call(ahead.args[1], aten.add.Tensor, alone=False)
+    if ahead is None or inner is None or not _reads(inner.args[0], ahead.args[0]):
+        ahead = None
+    first = inner if ahead else graph.call(direction, aten.add.Tensor, alone=False)
+    if first is None or (ahead and ahead.kwargs != first.kwargs):
+        return {}
+    grad, before = first.args
+    after, momentum = first.outs[0], first.kwargs.get("alpha", 1)
+    assert after is not None
+    if graph.reads[after.number] != 1 or not momentum:
+        return {}  # another call may read it before the parameter is there
+    decayed = graph.call(grad, aten.add.Tensor, reads=2 if ahead else 1)
+    if decayed is not None and not _reads(decayed.args[1], p):
+        decayed = None
+    grad = decayed.args[0] if decayed else grad
+    large = (p, grad, before)
+    if not _alike(large, (rate,), last.outs[0]) or _reads(before, p):
+        return {}
+    decay = decayed.kwargs.get("alpha", 1) if decayed else 0.0
+    target = Momentum(float(momentum), float(decay), ahead is not None)
+    call = _call(target, (*large, rate), (last.outs[0], after), last)
+    gone = (ahead, first, decayed)
     return {**{id(instr): None for instr in gone if instr}, id(last): call}
 
 
@@ -163,8 +156,8 @@ def _reads(arg: Any, value: Any) -> bool:
     return isinstance(arg, Value) and isinstance(value, Value) and arg.number == value.number
 
 
-def _same(large: tuple[Any, ...], numbers: tuple[Any, ...], out: Value | None) -> bool:
-    """Tell whether four tensors are of one form in one place, and three are numbers everywhere."""
+def _alike(large: tuple[Any, ...], numbers: tuple[Any, ...], out: Value | None) -> bool:
+    """Tell whether tensors are of one form in one place, and others are numbers everywhere."""
     assert out is not None
     form = out.shape, out.dtype, out.layout.dims
     alike = all(

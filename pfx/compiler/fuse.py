@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pfx.compiler.ir import Block, Compute, Instr, Value
-from pfx.compiler.kernels import AdamW, AddScaled, Momentum, sum_of_squares
+from pfx.compiler.kernels import AdamW, AddScaled, Momentum, SumOfSquares
 
 aten = torch.ops.aten
 Changes = Mapping[int, Instr | None]
@@ -56,17 +56,29 @@ class _Graph:
 
 
 def _squares(total: Compute, graph: _Graph) -> Changes:
-    """A sum of ``x * x`` that keeps no dim."""
-    if total.target is not aten.sum.default or total.kwargs:
-        return {}
-    square = graph.call(total.args[0], aten.mul.Tensor)
-    if square is None or len(square.ins) != 1 or square.args[0] is not square.args[1]:
+    """A sum of ``x * x`` over all dims but leading ones."""
+    kernel = _sum_of(total)
+    square = kernel and graph.call(total.args[0], aten.mul.Tensor)
+    if not square or len(square.ins) != 1 or square.args[0] is not square.args[1]:
         return {}
     (x,) = square.ins
     if not x.dtype.is_floating_point or x.layout != square.outs[0].layout:  # type: ignore[union-attr]
         return {}
-    call = Compute(sum_of_squares, (x,), {}, (x,), total.outs, source=total.source)
-    return {id(square): None, id(total): call}
+    return {id(square): None, id(total): _call(kernel, (x,), total.outs, total)}
+
+
+def _sum_of(total: Compute) -> SumOfSquares | None:
+    if total.kwargs:
+        return None
+    if total.target is aten.sum.default:
+        return SumOfSquares()
+    if total.target is not aten.sum.dim_IntList or not total.ins or len(total.args) < 2:
+        return None
+    ndim = len(total.ins[0].shape)
+    dims = sorted(dim % ndim for dim in total.args[1] or ()) if ndim else []
+    if not dims or dims != list(range(dims[0], ndim)):
+        return None
+    return SumOfSquares(dims[0], bool(total.args[2]) if len(total.args) > 2 else False)
 
 
 def _update(last: Compute, graph: _Graph) -> Changes:

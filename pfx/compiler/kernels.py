@@ -6,6 +6,7 @@ device), and can write results over operands: see `pfx.compiler.in_place`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,12 +16,36 @@ from torch import Tensor
 from pfx import _torch
 
 _CHUNK = 1 << 16  # elements whose squares are summed up at once: they stay in a cache
+_WORTH_A_CALL = 1 << 14  # so many cost more than the calls that add up their squares
 
 
-def sum_of_squares(x: Tensor) -> Tensor:
-    """The sum of the squares of all elements, chunk by chunk."""
-    chunks = x.reshape(-1).split(_CHUNK)
-    return torch.stack([torch.dot(chunk, chunk) for chunk in chunks]).sum()
+@dataclass(frozen=True)
+class SumOfSquares:
+    """The sum of the squares over all but some leading dims, chunk by chunk.
+
+    Attributes:
+        leading: how many dims stay.
+        keepdim: whether the others stay too, with size 1.
+    """
+
+    __name__ = "sum_of_squares"
+
+    leading: int = 0
+    keepdim: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the sums."""
+        kept, gone = x.shape[: self.leading], x.shape[self.leading :]
+        rows, size = math.prod(kept), math.prod(gone)
+        if rows != 1 and size < _WORTH_A_CALL:
+            sums = torch.sum((x * x).reshape(rows, size), 1)
+        else:
+            sums = torch.stack([_of_row(row) for row in x.reshape(rows, size).unbind()])
+        return sums.reshape((*kept, *(1 for _ in gone)) if self.keepdim else kept)
+
+
+def _of_row(row: Tensor) -> Tensor:
+    return torch.stack([torch.dot(chunk, chunk) for chunk in row.split(_CHUNK)]).sum()
 
 
 @dataclass(frozen=True)

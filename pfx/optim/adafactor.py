@@ -19,7 +19,7 @@ from pfx.optim.base import (
     widen,
     zero_scalar,
 )
-from pfx.optim.dims import FUSED, STACK, Dims, all_dims, mean_square
+from pfx.optim.dims import FUSED, STACK, Dims, all_dims, mean, mean_square
 from pfx.optim.masking import masked
 from pfx.optim.schedules import Schedule
 from pfx.optim.transforms import ScaleByLearningRateState, scale_by_learning_rate, value_at
@@ -135,13 +135,11 @@ def _scaled(
         estimate = full
     else:
         rows, columns = dims.groups[-2:]
-        row = torch.lerp(row, mean_square(g, columns), share)
-        column = torch.lerp(column, mean_square(g, rows), share)
-        count = 1
-        for dim in rows:
-            count *= g.shape[dim]
-        mean = torch.sum(row, rows, keepdim=True) / count
-        estimate = row * column / torch.clamp(mean, min=least)
+        squares = g * g
+        row = torch.lerp(row, mean(squares, columns), share)
+        column = torch.lerp(column, mean(squares, rows), share)
+        scale = mean(row, rows)
+        estimate = row * column / torch.clamp(scale, min=least)
     u = g * torch.rsqrt(torch.clamp(estimate, min=least * least))
     return u, row, column, full
 

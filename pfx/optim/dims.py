@@ -7,6 +7,7 @@ The logical dim names of a model, ``axes(config)``, tell.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,13 +121,19 @@ def total(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     return torch.sum(x, dims, keepdim=True) if dims else x
 
 
+def mean(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The mean over some dims, kept with size 1; over no dims, `x` itself.
+
+    >>> mean(torch.tensor([3.0, 4.0]), (0,))
+    tensor([3.5000])
+    """
+    return total(x, dims) / math.prod(x.shape[dim] for dim in dims) if dims else x
+
+
 def mean_square(x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The mean of the squares over some dims, kept with size 1.
 
     >>> mean_square(torch.tensor([3.0, 4.0]), (0,))
     tensor([12.5000])
     """
-    count = 1
-    for dim in dims:
-        count *= x.shape[dim]
-    return total(x * x, dims) / count
+    return mean(x * x, dims)

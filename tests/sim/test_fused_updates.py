@@ -228,3 +228,17 @@ def test_sums_of_squares_in_one_pass(size: int) -> None:
     parts = pfx.jit(lambda x: torch.sum(x * x), mesh=MESH, in_specs=P("dp"))
     if size % 2 == 0:
         torch.testing.assert_close(float(parts(x)), float(jitted(x)), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(2, 20_000), (3, 5, 7), (2, 2, 20_000), (0, 3), (3, 0), (1, 9)])
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_sums_of_squares_of_the_rows_of_a_stack(shape: Any, keepdim: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64)
+    for first in range(len(shape)):
+        dims = tuple(range(first, len(shape)))
+        jitted = pfx.jit(lambda x, d=dims: torch.sum(x * x, d, keepdim=keepdim), mesh=MESH)
+        assert calls(jitted.lower(x), "sum_of_squares") == 1
+        same(pfx.device_get(jitted(x)), torch.sum(x * x, dims, keepdim=keepdim), 1e-9)
+    inner = pfx.jit(lambda x: torch.sum(x * x, 0), mesh=MESH)
+    assert calls(inner.lower(x), "sum_of_squares") == 0

@@ -5,7 +5,8 @@
 The text is the Python standard library's own documentation, repeated; the tokenizer a BPE of 8192
 tokens trained on it. "Bare" is `encode_batch_fast` of the tokenizers package on texts that are in
 memory already, its ids taken, in one process on one core: what `preprocess` does besides is reading,
-parsing JSON, ranges of ids, writing and checking. Medians of runs in turns.
+parsing JSON, ranges of ids, writing and checking. One process is measured in seconds of its processor,
+the best of runs in turns; several in seconds of the clock, with the time that they take to start.
 """
 
 from __future__ import annotations
@@ -46,40 +47,36 @@ def write_jsonl(path: Path, texts: list[str]) -> int:
 
 
 def bare_seconds(tokenizer: FileTokenizer, texts: list[str]) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     for first in range(0, len(texts), 256):
         for one in tokenizer._tokenizer.encode_batch_fast(texts[first : first + 256]):
             _ = one.ids
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
-def preprocess_seconds(path: Path, tokenizer: FileTokenizer, prefix: str, workers: int) -> float:
-    start = time.perf_counter()
-    preprocess([path], tokenizer, prefix, workers=workers, overwrite=True)
-    return time.perf_counter() - start
+def preprocess_seconds(path: Path, tokenizer: FileTokenizer, prefix: str) -> float:
+    start = time.process_time()
+    preprocess([path], tokenizer, prefix, workers=1, overwrite=True)
+    return time.process_time() - start
 
 
-def compare_preprocessing(
-    folder: Path, megabytes: int, workers: int, repeats: int
-) -> FileTokenizer:
+def compare_preprocessing(folder: Path, megabytes: int, workers: int, repeats: int) -> None:
     texts = paragraphs()
     write_jsonl(folder / "once.jsonl", texts)
     tokenizer = train_bpe([folder / "once.jsonl"], CONFIG.vocab_size, folder / "tokenizer.json")
     texts = texts * max(1, round(megabytes * 2**20 / sum(map(len, texts))))
-    size = write_jsonl(folder / "text.jsonl", texts)
-    counts = (1, workers) if workers > 1 else (1,)
-    seconds: dict[str, list[float]] = {}
+    path = folder / "text.jsonl"
+    size = write_jsonl(path, texts) / 2**20
+    bare, ours = [], []
     for _ in range(repeats):
-        seconds.setdefault("bare tokenizer", []).append(bare_seconds(tokenizer, texts))
-        for count in counts:
-            took = preprocess_seconds(folder / "text.jsonl", tokenizer, f"{folder}/data", count)
-            seconds.setdefault(f"preprocess, {count} processes", []).append(took)
-    bare = statistics.median(seconds["bare tokenizer"])
-    for name, runs in seconds.items():
-        median = statistics.median(runs)
-        rate, speed = size / median / 2**20, bare / median
-        print(f"{name:<28}{median:7.2f} s  {rate:6.2f} MiB/s  {speed:5.2f} x the bare tokenizer")
-    return tokenizer
+        bare.append(bare_seconds(tokenizer, texts))
+        ours.append(preprocess_seconds(path, tokenizer, f"{folder}/data"))
+    print(f"bare tokenizer: {size / min(bare):.2f} MiB/s a core")
+    ratio = min(bare) / min(ours)
+    print(f"preprocess: {size / min(ours):.2f} MiB/s a core, {ratio:.2f} x the bare tokenizer")
+    for count in sorted({1, workers}):
+        summary = preprocess([path], tokenizer, f"{folder}/data", workers=count, overwrite=True)
+        print(f"preprocess, workers={count}: {size / summary.seconds:.2f} MiB/s by the clock")
 
 
 def compare_reading(folder: Path, repeats: int) -> None:
@@ -95,12 +92,12 @@ def compare_reading(folder: Path, repeats: int) -> None:
         state, _ = train.step(state, batches(0))
         reading, stepping = [], []
         for step in range(1, repeats + 1):
-            start = time.perf_counter()
+            start = time.process_time()
             batch = batches(step)
-            reading.append(time.perf_counter() - start)
+            reading.append(time.process_time() - start)
             state, metrics = train.step(state, batch)
             float(metrics["loss"])
-            stepping.append(time.perf_counter() - start - reading[-1])
+            stepping.append(time.process_time() - start - reading[-1])
         read, step_time = statistics.median(reading), statistics.median(stepping)
         rate = BATCH * SEQ / read / 1e6
         print(
@@ -113,13 +110,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=8)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         compare_preprocessing(folder, args.megabytes, args.workers, args.repeats)
-        compare_reading(folder, 5 * args.repeats)
+        compare_reading(folder, 3 * args.repeats)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,11 @@ def progress_bar(what: str = "tokenizing", *, console: Any = None) -> Iterator[P
 
     Args:
         what: the label of the bar.
-        console: a `rich.console.Console`; None: the terminal.
+        console: a `rich.console.Console`; None: standard error.
     """
     try:
         from rich import progress as rich
+        from rich.console import Console
     except ImportError as error:
         text, fix = "needs the package rich.", "pip install 'pfx[data]'"
         raise ImportError(message("a progress bar", text, fix=fix)) from error
@@ -32,6 +33,6 @@ def progress_bar(what: str = "tokenizing", *, console: Any = None) -> Iterator[P
         rich.TransferSpeedColumn(),
         rich.TimeRemainingColumn(),
     )
-    with rich.Progress(*columns, console=console) as bars:
+    with rich.Progress(*columns, console=console or Console(stderr=True)) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)

@@ -35,23 +35,16 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Documents:
     return Documents.open(prefix)
 
 
-def alone(batches: Batches, step: int) -> list[dict[str, torch.Tensor]]:
-    """The documents of a batch apart: one a row, those of a length together."""
+def alone(batches: Batches, step: int) -> dict[str, torch.Tensor]:
+    """The documents of a batch apart: one a row, filled up behind, where causal models do not look."""
     dataset = batches.samples.documents.dataset  # type: ignore[attr-defined]
     texts = [dataset.document(d).astype(np.int64) for i in batches.ids(step) for d in i.documents]
-    by_length = [[x for x in texts if len(x) == n] for n in sorted({len(x) for x in texts})]
-    tensors = [torch.from_numpy(np.stack(group)) for group in by_length]
-    return [{"tokens": x[:, :-1], "labels": x[:, 1:]} for x in tensors]
-
-
-def flat(parts: list[torch.Tensor]) -> torch.Tensor:
-    """All rows of logits, in an order that only their values decide."""
-    rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
-    return rows[rows[:, 0].argsort()]
-
-
-def summed(case: Case, params: Any, parts: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    return torch.stack([case.loss_fn(params, part, None)[0] for part in parts]).sum()
+    tokens = torch.zeros(len(texts), SEQ, dtype=torch.int64)
+    labels = torch.full_like(tokens, common.IGNORED_LABEL)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text) - 1] = torch.from_numpy(text[:-1])
+        labels[row, : len(text) - 1] = torch.from_numpy(text[1:])
+    return {"tokens": tokens, "labels": labels}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -71,12 +64,13 @@ def test_losses_of_packed_rows_are_those_of_the_documents(
         positions=batch["positions"], segments=batch["segments"],
     )  # fmt: skip
     counted = batch["labels"] != common.IGNORED_LABEL
-    parts = alone(batches, step)
-    expected = flat([FAMILIES[family].apply(params, d["tokens"], case.model) for d in parts])
-    torch.testing.assert_close(flat([logits[counted]]), expected, atol=1e-12, rtol=1e-12)
+    apart = alone(batches, step)
+    expected = FAMILIES[family].apply(params, apart["tokens"], case.model)
+    expected = expected[apart["labels"] != common.IGNORED_LABEL]
+    torch.testing.assert_close(logits[counted], expected, atol=1e-12, rtol=1e-12)
     without = FAMILIES[family].apply(params, batch["tokens"], case.model)
     several = int(batch["segments"][counted].max()) > 0
-    assert several != torch.allclose(flat([without[counted]]), expected, atol=1e-6)
+    assert several != torch.allclose(without[counted], expected, atol=1e-6)
 
 
 CASES = {
@@ -97,9 +91,9 @@ def test_a_step_on_packed_rows_is_a_step_on_the_documents(
     state = train.init(pfx.random.key(0))
     params = pfx.device_get(state.params)
     after, metrics = train.step(state, batch)
-    parts = alone(batches, 0)
-    weight = sum(part["labels"].numel() for part in parts)
-    loss = lambda params: summed(case, params, parts) / weight
+    apart = alone(batches, 0)
+    weight = int((apart["labels"] != common.IGNORED_LABEL).sum())
+    loss = lambda params: case.loss_fn(params, apart, None)[0] / weight
     grads, value = torch.func.grad_and_value(loss)(params)
     assert int(metrics["weight"].item()) == weight
     torch.testing.assert_close(pfx.device_get(metrics["loss"]), value, atol=1e-10, rtol=1e-10)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pfx.data import ByteTokenizer, DataError, IndexedDataset, preprocess
+from pfx.data import ByteTokenizer, DataError, IndexedDataset, preprocess, progress_bar
 from pfx.data.jsonl import chunks, read_chunk
 
 BYTES = ByteTokenizer()
@@ -186,6 +189,52 @@ def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
     for suffix in (".bin", ".idx"):
         a, b = ((tmp_path / f"{name}{suffix}").read_bytes() for name in ("one", "two"))
         assert a == b
+
+
+def peak_bytes(path: Path, prefix: Path) -> int:
+    tracemalloc.start()
+    preprocess([path], BYTES, prefix, workers=1, overwrite=True)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_memory_does_not_grow_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "__kwdefaults__", {"size": 1 << 16})
+    small = big_file(tmp_path / "small.jsonl", 2_000)
+    large = tmp_path / "large.jsonl"
+    large.write_bytes(small.read_bytes() * 6)
+    assert small.stat().st_size > 4 << 16, "several chunks already"
+    peak_bytes(small, tmp_path / "out")
+    few, many = (peak_bytes(path, tmp_path / "out") for path in (small, large))
+    assert many < 1.2 * few
+
+
+class Deadly(ByteTokenizer):
+    """Ends the process that unpickles it, as the system does to one that takes too much memory."""
+
+    def __reduce__(self) -> tuple:
+        return os._exit, (1,)
+
+
+def test_a_worker_that_dies_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    path = big_file(tmp_path / "a.jsonl", 10)
+    with pytest.raises(DataError, match=r"a worker process, at byte 0 of .*a\.jsonl, was killed"):
+        preprocess([path], Deadly(), tmp_path / "out", workers=2)
+    assert list(tmp_path.glob("out*")) == []
+
+
+def test_the_progress_bar_counts_bytes(tmp_path: Path) -> None:
+    rich = pytest.importorskip("rich.console")
+    path = big_file(tmp_path / "a.jsonl", 50)
+    screen = io.StringIO()
+    with progress_bar("reading", console=rich.Console(file=screen, width=100)) as progress:
+        preprocess([path], BYTES, tmp_path / "out", progress=progress)
+    size = f"{path.stat().st_size / 1024:.1f}"
+    assert "reading" in screen.getvalue()
+    assert f"{size}/{size} KiB" in screen.getvalue()
 
 
 KILLED = """

@@ -105,7 +105,7 @@ def finish(attempt: Attempt, part: Part, manifest: Callable[[Sequence[Part]], Ma
     write_whole(attempt.folder / _part(attempt.world.rank), sealed(attempt.nonce, [size, packed]))
     _wait(attempt, lambda: not attempt.folder.exists(), "the leader's commit")
     own = [place for place in places(attempt.directory) if place.step == attempt.step]
-    place = next((place for place in own if head_of(place).nonce == attempt.nonce), None)
+    place = next((place for place in own if _nonce_of(place) == attempt.nonce), None)
     if place is None:
         raise CheckpointError(message(attempt.where, "was given up by rank 0."))
     _wait(attempt, lambda: _points_to(attempt, place), "the leader's commit")
@@ -195,6 +195,14 @@ def _raise_failure(attempt: Attempt) -> None:
             rank = int(name.removeprefix(start).split("-")[0])
             where = f"{attempt.where}: rank {rank} has failed."
             raise CheckpointError(message(where, "", *text.splitlines()))
+
+
+def _nonce_of(place: Place) -> str:
+    """The nonce of a step; none of one that is damaged or just being removed."""
+    try:
+        return head_of(place).nonce
+    except CheckpointError:
+        return ""
 
 
 def _points_to(attempt: Attempt, place: Place) -> bool:

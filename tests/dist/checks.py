@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -30,7 +31,7 @@ from pfx.runtime.process import ProcessRuntime
 from pfx.runtime.process_group import group_of
 from pfx.spec import Layout
 from pfx.train import make_train_step
-from tests.dist import pipeline_checks, programs, region_checks, weights_checks
+from tests.dist import checkpoint_checks, pipeline_checks, programs, region_checks, weights_checks
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64, torch.int32,
@@ -404,7 +405,8 @@ def dead_rank() -> None:
 def main(folder: Path, names: Sequence[str]) -> None:
     """Run the named checks and report each; stop after the first that fails here."""
     torch.set_num_threads(1)
-    checks = globals() | vars(region_checks) | vars(pipeline_checks) | vars(weights_checks)
+    others = (region_checks, pipeline_checks, checkpoint_checks, weights_checks)
+    checks = functools.reduce(lambda found, other: found | vars(other), others, globals())
     with (folder / f"{RANK}.jsonl").open("w") as report:
         for name in names:
             try:

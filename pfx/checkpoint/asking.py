@@ -18,9 +18,11 @@ from pfx.checkpoint.directory import (
     places,
 )
 from pfx.checkpoint.manifest import Head, Leaf, Piece
-from pfx.checkpoint.reading import Shards, check_piece, in_threads
+from pfx.checkpoint.reading import THREADS, Shards, check_piece
+from pfx.checkpoint.restoring import together
 from pfx.checkpoint.retention import rank
 from pfx.checkpoint.saving import wait_for_pending
+from pfx.checkpoint.threads import in_threads
 from pfx.errors import CheckpointError
 from pfx.mesh import Mesh
 from pfx.runtime.process_world import world_of
@@ -48,8 +50,12 @@ def latest(directory: str | Path, mesh: Mesh | None = None) -> int | None:
     >>> latest("/nowhere")
     """
     path, world = _settled(directory), world_of(mesh)
-    place = latest_place(path) if world.rank == 0 else None
-    return world.exchange(None if place is None else place.step, "the latest step")[0]
+
+    def first() -> int | None:
+        place = latest_place(path) if world.rank == 0 else None
+        return None if place is None else place.step
+
+    return together(world, first, give=True)
 
 
 def best(directory: str | Path) -> int | None:
@@ -111,7 +117,8 @@ def _problems(place: Place) -> list[str]:
             problems.append(str(error))
 
     with Shards(place.path, manifest) as shards:
-        in_threads(check, [(leaf, piece) for leaf in manifest.leaves for piece in leaf.pieces])
+        jobs = [(leaf, piece) for leaf in manifest.leaves for piece in leaf.pieces]
+        in_threads(check, jobs, THREADS)
     return sorted(problems)
 
 

@@ -80,7 +80,9 @@ class Attempt:
 def begin(attempt: Attempt) -> None:
     """Make the folder; the leader removes what killed attempts have left."""
     try:
-        attempt.directory.mkdir(parents=True, exist_ok=True)
+        if not attempt.directory.is_dir():
+            attempt.directory.mkdir(parents=True, exist_ok=True)
+            sync_folder(attempt.directory.parent)
         if attempt.world.rank == 0:
             clean(attempt.directory, attempt.nonce)
         attempt.folder.mkdir(exist_ok=True)

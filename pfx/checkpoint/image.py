@@ -12,7 +12,6 @@ import mmap
 import os
 import queue
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from pfx.checkpoint.boxes import LARGEST
 from pfx.checkpoint.checksum import checksum
 from pfx.checkpoint.manifest import ALIGNMENT
 from pfx.checkpoint.snapshot import Source
+from pfx.checkpoint.threads import in_threads
 from pfx.checkpoint.values import as_bits
 from pfx.errors import CheckpointError, message
 
@@ -108,10 +108,9 @@ def write(path: Path, sources: Sequence[Source], size: int, staged: Room | None)
 
 def _written(file: _File, parts: list[list[Source]], staged: Room | None) -> list[bytes]:
     rooms: queue.SimpleQueue[Room] = queue.SimpleQueue()
-    workers = min(THREADS, len(parts))
     if staged is None:
         longest = max((_end(part) - part[0].offset for part in parts), default=0)
-        for _ in range(workers):
+        for _ in range(min(THREADS, len(parts))):
             rooms.put(room_for(longest))
 
     def one(part: list[Source]) -> list[bytes]:
@@ -125,15 +124,7 @@ def _written(file: _File, parts: list[list[Source]], staged: Room | None) -> lis
         finally:
             rooms.put(room)
 
-    if workers <= 1:
-        return [each for part in parts for each in one(part)]
-    with ThreadPoolExecutor(workers, thread_name_prefix="pfx-checkpoint") as threads:
-        jobs = [threads.submit(one, part) for part in parts]
-        try:
-            return [each for job in jobs for each in job.result()]
-        except OSError:
-            threads.shutdown(wait=True, cancel_futures=True)
-            raise
+    return [each for sums in in_threads(one, parts, THREADS) for each in sums]
 
 
 def _sums_written(file: _File, part: list[Source], room: Room) -> list[bytes]:

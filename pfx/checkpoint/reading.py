@@ -10,8 +10,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,13 @@ import torch
 from pfx.checkpoint.boxes import Box, extents, intersection, whole, within
 from pfx.checkpoint.checksum import HOT, Checksum
 from pfx.checkpoint.manifest import Leaf, Manifest, Piece
+from pfx.checkpoint.threads import in_threads
 from pfx.checkpoint.values import DTYPES, as_bits
 from pfx.errors import CheckpointError, message
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-THREADS = 4
+THREADS = min(4, os.cpu_count() or 1)
 _GAP = 4096  # bytes between two wanted stretches that are read along: a page is what a disk reads
 _LARGE = 4 << 20  # bytes from which memory is asked for in large pages
 _LINE = 64  # the alignment that torch gives tensors; kernels may add up otherwise without it
@@ -115,23 +115,7 @@ def read(shards: Shards, wanted: Iterable[Wanted]) -> None:
         for piece in each.leaf.pieces
         if (shared := intersection(piece.box, each.box)) is not None
     ]
-    in_threads(lambda job: _read_piece(shards, *job), sorted(jobs, key=_position))
-
-
-def in_threads(act: Callable[[Any], None], jobs: Sequence[Any]) -> None:
-    """Do all jobs in a few threads; the first error ends them."""
-    if len(jobs) <= 1:
-        for job in jobs:
-            act(job)
-        return
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
-        futures = [threads.submit(act, job) for job in jobs]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            threads.shutdown(wait=True, cancel_futures=True)
-            raise
+    in_threads(lambda job: _read_piece(shards, *job), sorted(jobs, key=_position), THREADS)
 
 
 def _position(job: tuple[Wanted, Piece, Box]) -> tuple[str, int]:

@@ -46,6 +46,10 @@ class Handle:
         except BaseException as error:  # raised where somebody looks
             self._error = error
 
+    def join(self) -> None:
+        """Return once it has ended, well or not."""
+        self._thread.join()
+
     def done(self) -> bool:
         """Whether it has ended, well or not."""
         return not self._thread.is_alive()
@@ -107,7 +111,7 @@ def wait_for_pending(directory: Path) -> None:
     """Return once no save into a directory is going on; its error stays for the next save or check."""
     pending = writer_of(directory).pending
     if pending is not None:
-        pending._thread.join()
+        pending.join()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from pfx import tree
 from pfx.errors import message
-from pfx.optim.base import GradientTransformation, update_with, zero_scalar
+from pfx.optim.base import GradientTransformation, zero_scalar
+from pfx.optim.guards import guarded
 from pfx.optim.schedules import Schedule
 from pfx.optim.transforms import value_at, zero_moments
 
@@ -44,7 +45,7 @@ def accumulate(inner: GradientTransformation, every: int | Schedule) -> Gradient
     >>> state = optimizer.init(params)
     >>> updates, state = optimizer.update({"w": torch.tensor([1.0])}, state, params)
     >>> optimizer.update({"w": torch.tensor([3.0])}, state, params)[0], updates
-    ({'w': tensor([-2.])}, {'w': tensor([0.])})
+    ({'w': tensor([-2.])}, {'w': tensor([-0.])})
     """
     if not callable(every) and (type(every) is not int or every < 1):
         what = "must be an integer of at least 1, or a function of the updates made."
@@ -59,9 +60,7 @@ def accumulate(inner: GradientTransformation, every: int | Schedule) -> Gradient
         share = 1 / count.to(torch.float64)
         mean = tree.map(lambda m, g: m + ((g - m) * share).to(m.dtype), state.mean, grads)
         last = count >= value_at(every, state.updates)
-        updates, new = update_with(inner, mean, state.inner, params, **extra)
-        updates = tree.map(lambda u: torch.where(last, u, torch.zeros_like(u)), updates)
-        kept = tree.map(lambda a, b: torch.where(last, a, b), new, state.inner)
+        updates, kept = guarded(inner, last, mean, state.inner, params, **extra)
         mean = tree.map(lambda m: torch.where(last, torch.zeros_like(m), m), mean)
         waiting = torch.where(last, torch.zeros_like(count), count)
         return updates, AccumulateState(waiting, state.updates + last, mean, kept)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from pfx import optim, tree
+from pfx import optim, precision, tree
 from pfx.errors import TreeError
 from pfx.optim import schedules
 
@@ -180,6 +180,31 @@ def test_a_bad_step_is_forgotten_with_its_update() -> None:
     assert torch.equal(state.mean["w"], torch.zeros(1))
     _, state = optimizer.update(good, state, params)
     assert torch.equal(optimizer.update(good, state, params)[0]["w"], -torch.ones(1))
+
+
+def test_a_bad_step_can_be_left_out_of_the_mean() -> None:
+    optimizer = optim.skip_nonfinite(optim.accumulate(optim.sgd(1.0), 2))
+    params = {"w": torch.zeros(1)}
+    grads = [{"w": torch.tensor([x])} for x in (1.0, torch.nan, 3.0)]
+    found, state = steps(optimizer, params, grads)
+    assert found["w"].item() == -2.0
+    assert state.counts.skipped.item() == 1
+
+
+def test_in_between_a_zero_keeps_its_sign() -> None:
+    params = {"w": torch.tensor([-0.0, 0.0])}
+    found, _ = steps(optim.accumulate(optim.sgd(1.0), 2), params, [{"w": torch.ones(2)}])
+    assert torch.equal(torch.signbit(found["w"]), torch.tensor([True, False]))
+
+
+def test_masters_are_accumulated_for_too() -> None:
+    params = {"w": torch.ones(2, dtype=torch.bfloat16)}
+    optimizer = optim.accumulate(precision.master_weights(optim.sgd(1.0)), 2)
+    grads = [{"w": torch.full((2,), 2.0**-9, dtype=torch.bfloat16)}] * 4
+    found, state = steps(optimizer, params, grads[:1])
+    assert torch.equal(found["w"], params["w"])
+    found, state = steps(optimizer, params, grads)
+    assert found["w"].tolist() == [1 - 2.0**-8] * 2  # each of two updates alone would be half a step
 
 
 def test_low_precision_gradients_are_summed_wide() -> None:

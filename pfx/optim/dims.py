@@ -27,10 +27,12 @@ class Dims:
     """The dims of a stored parameter by what they are to a layer.
 
     Attributes:
+        names: of all stored dims; none where they are not known.
         stack: dims that count parameters.
         groups: the dims of the layer's parameter, in order, each a run of stored dims.
     """
 
+    names: tuple[str, ...]
     stack: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
 
@@ -55,8 +57,9 @@ def dims_of(
         apart: names of dims that do so wherever they are.
         fused: runs of names that are one dim of the layer, split to be sharded.
 
-    >>> dims_of(["layers", "embed", "heads", "head_dim"])
-    Dims(stack=(0,), groups=((1,), (2, 3)))
+    >>> dims = dims_of(["layers", "embed", "heads", "head_dim"])
+    >>> dims.stack, dims.groups
+    ((0,), ((1,), (2, 3)))
     """
     leading = 0
     while leading < len(names) and names[leading] in stack:
@@ -70,7 +73,7 @@ def dims_of(
         size = max(runs, default=1)
         groups.append(tuple(rest[:size]))
         rest = rest[size:]
-    return Dims(tuple(counts), tuple(groups))
+    return Dims(tuple(names), tuple(counts), tuple(groups))
 
 
 def all_dims(where: str, axes: Any, values: Any, **options: Any) -> list[Dims]:
@@ -87,11 +90,11 @@ def all_dims(where: str, axes: Any, values: Any, **options: Any) -> list[Dims]:
         TreeError: `axes` has no string for a leaf, or one with another number of dims.
 
     >>> all_dims("f", {"w": "layers embed", "b": "embed"}, {"w": torch.ones(2, 3), "b": None})
-    [Dims(stack=(0,), groups=((1,),))]
+    [Dims(names=('layers', 'embed'), stack=(0,), groups=((1,),))]
     """
     pairs, _ = tree.flatten_with_path(values)
     if axes is None:
-        return [Dims((), tuple((i,) for i in range(x.ndim))) for _, x in pairs]
+        return [Dims((), (), tuple((i,) for i in range(x.ndim))) for _, x in pairs]
     known = dict(tree.flatten_with_path(axes)[0])
     return [dims_of(_names(where, known, path, x.ndim), **options) for path, x in pairs]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pfx import tree
 from pfx.errors import TreeError, message
+from pfx.lax import constrain
 from pfx.optim.alias import adamw
 from pfx.optim.base import GradientTransformation, chain, check_at_least_zero, widen
 from pfx.optim.decay import decay_mask, role_mask
@@ -132,7 +133,7 @@ def scale_by_muon(
 
     def one(m: Tensor, g: Tensor, dims: Dims) -> Tensor:
         ahead = torch.lerp(g, m, momentum) if nesterov else m
-        x = _matrices(ahead, dims)
+        x = _matrices(_gathered(ahead, dims), dims)
         made = orthogonalize(
             x.to(dtype or m.dtype), steps=steps, coefficients=coefficients, eps=eps
         )
@@ -167,6 +168,19 @@ def _check_matrices(dims: list[Dims], values: Any) -> None:
 
 def _order(dims: Dims) -> tuple[int, ...]:
     return (*dims.stack, *dims.layer)
+
+
+def _gathered(x: Tensor, dims: Dims) -> Tensor:
+    """Bring the short side of split matrices together, once for all iterations.
+
+    A product of X with itself sums over the long side, which may stay as its names say; devices that
+    hold parts of the short side would need each other's in every product.
+    """
+    if not dims.names:
+        return x
+    sizes = [math.prod(x.shape[dim] for dim in group) for group in dims.groups]
+    short = dims.groups[sizes[0] > sizes[1]]
+    return constrain(x, " ".join("_" if i in short else n for i, n in enumerate(dims.names)))
 
 
 def _matrices(x: Tensor, dims: Dims) -> Tensor:

@@ -97,6 +97,10 @@ def specs_of(layout: dict[str, Any]) -> Any:
     return pfx.tree.map(lambda names: P(*map(layout.get, names.split())), AXES)
 
 
+def names_of(layout: dict[str, Any]) -> dict[str, Any]:
+    return {name: layout.get(name) for name in SIZES}
+
+
 def assert_updates_alike(optimizer: str, specs: Any, steps: int, **options: Any) -> None:
     """Compare `update`, compiled for parameters and gradients with specs, with plain torch."""
     transform = optimizer_of(optimizer, torch.float64, AXES)
@@ -119,7 +123,7 @@ def assert_updates_alike(optimizer: str, specs: Any, steps: int, **options: Any)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_twenty_steps(optimizer: str, layout: str) -> None:
-    assert_updates_alike(optimizer, specs_of(LAYOUTS[layout]), 20)
+    assert_updates_alike(optimizer, specs_of(LAYOUTS[layout]), 20, names=names_of(LAYOUTS[layout]))
 
 
 @st.composite
@@ -182,3 +186,27 @@ def test_a_resumed_run_does_not_decay_a_rate_twice(changed: float | None) -> Non
     saved = pfx.tree.map(torch.clone, state)
     _, state = after.update(params, saved, params)
     assert optim.learning_rate(state).item() == pytest.approx(0.484295 * (changed or 1), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "names", "expected"),
+    [
+        (P("x"), {"layers": "x"}, []),
+        (P(None, "x"), {}, [("all_gather", 4 * 64 * 256 * 4)]),  # as ZeRO splits it
+        (P(None, None, "x"), {"mlp": "x"}, [("all_reduce", 4 * 64 * 64 * 4)] * 5),
+    ],
+    ids=["stages", "short side", "long side"],
+)
+def test_muon_does_not_gather_a_matrix_in_every_iteration(
+    spec: P, names: dict[str, Any], expected: list[Any]
+) -> None:
+    transform = optim.scale_by_muon(axes={"w": "layers embed mlp"})
+    jitted = pfx.jit(
+        transform.update,
+        mesh=pfx.make_mesh(x=2, kind="abstract"),
+        in_specs=({"w": spec}, optim.ScaleByMuonState({"w": spec})),
+        names={"layers": None, "embed": None, "mlp": None, **names},
+    )
+    w = {"w": pfx.ShapeDtype((4, 64, 256))}
+    sent = jitted.lower(w, optim.ScaleByMuonState(w)).collectives()
+    assert [(c.op, c.bytes) for c in sent if c.bytes > 100] == expected

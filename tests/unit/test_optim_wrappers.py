@@ -201,10 +201,12 @@ def test_masters_are_accumulated_for_too() -> None:
     params = {"w": torch.ones(2, dtype=torch.bfloat16)}
     optimizer = optim.accumulate(precision.master_weights(optim.sgd(1.0)), 2)
     grads = [{"w": torch.full((2,), 2.0**-9, dtype=torch.bfloat16)}] * 4
-    found, state = steps(optimizer, params, grads[:1])
+    found, _ = steps(optimizer, params, grads[:1])
     assert torch.equal(found["w"], params["w"])
-    found, state = steps(optimizer, params, grads)
-    assert found["w"].tolist() == [1 - 2.0**-8] * 2  # each of two updates alone would be half a step
+    found, _ = steps(optimizer, params, grads)
+    assert (
+        found["w"].tolist() == [1 - 2.0**-8] * 2
+    )  # each of two updates alone would be half a step
 
 
 def test_low_precision_gradients_are_summed_wide() -> None:

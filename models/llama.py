@@ -1,6 +1,6 @@
-"""Llama-3 and Qwen3: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""Llama-3, Qwen2 and Qwen3: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-The two families differ by `Config` only. The names of dims are those of `gpt`: "seq" in the
+The families differ by `Config` only. The names of dims are those of `gpt`: "seq" in the
 residual stream, "tokens" for the same dim inside attention, mlp and loss.
 
 Grattafiori et al., "The Llama 3 herd of models" (2024), section 3.2; Yang et al., "Qwen3 technical
@@ -35,7 +35,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The sizes of a Llama-3 or Qwen3, its rotary positions and how it starts."""
+    """The sizes of a Llama-3, Qwen2 or Qwen3, its rotary positions and how it starts."""
 
     num_layers: int
     embed_dim: int
@@ -47,7 +47,8 @@ class Config:
     max_seq_len: int
     rope_theta: float = 500_000.0
     rope_scaling: RopeScaling | None = None
-    qk_norm: bool = False
+    qk_norm: bool = False  # of each head of q and k, as in Qwen3
+    qkv_bias: bool = False  # as in Qwen2
     tied: bool = False  # the token embedding is the output projection too
     eps: float = 1e-5
     init_std: float = 0.02
@@ -117,6 +118,9 @@ def describe(config: Config) -> Params:
     }
     if config.qk_norm:
         blocks["q_norm"] = blocks["k_norm"] = Param("layers head_dim", mean=1.0)
+    if config.qkv_bias:
+        blocks["bq"] = Param("layers heads head_dim")
+        blocks["bk"] = blocks["bv"] = Param("layers kv_heads head_dim")
     params = {
         "tok_embed": Param("vocab embed", std),
         "blocks": blocks,
@@ -208,9 +212,7 @@ def attention(
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal self-attention in which each key and value head serves a group of query heads."""
-    q = torch.tensordot(x, weights["wq"], dims=1).transpose(1, 2)
-    k = torch.tensordot(x, weights["wk"], dims=1).transpose(1, 2)
-    v = torch.tensordot(x, weights["wv"], dims=1).transpose(1, 2)
+    q, k, v = (project(x, weights[f"w{name}"], weights.get(f"b{name}")) for name in "qkv")
     q = pfx.constrain(q, "batch heads tokens head_dim")
     k = pfx.constrain(k, "batch kv_heads tokens head_dim")
     v = pfx.constrain(v, "batch kv_heads tokens head_dim")
@@ -221,6 +223,12 @@ def attention(
     k, v = repeat_heads(rotate(k, rotation), group), repeat_heads(v, group)
     mixed = common.attend(rotate(q, rotation), k, v, mask)
     return torch.tensordot(mixed.transpose(1, 2), weights["wo"], dims=2)
+
+
+def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The heads that a weight (embed, heads, head_dim) makes of x: (batch, heads, seq, head_dim)."""
+    heads = torch.tensordot(x, weight, dims=1)
+    return (heads if bias is None else heads + bias).transpose(1, 2)
 
 
 def repeat_heads(x: torch.Tensor, times: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Weights of GPT-2, Llama and Qwen3 in and out of the files that transformers reads.
+"""Weights of GPT-2, Llama, Qwen2 and Qwen3 in and out of the files that transformers reads.
 
     config, params = hf.load("path/to/model")
     hf.save("path/to/other", params, config)
@@ -26,7 +26,12 @@ from pfx.interop import hf
 Config = gpt.Config | llama.Config
 Params = dict[str, Any]
 
-_READERS = {"gpt2": gpt_format, "llama": llama_format, "qwen3": llama_format}  # by "model_type"
+_READERS = {
+    "gpt2": gpt_format,
+    "llama": llama_format,
+    "qwen2": llama_format,
+    "qwen3": llama_format,
+}  # by "model_type"
 _WRITERS = {gpt.Config: gpt_format, llama.Config: llama_format}
 
 

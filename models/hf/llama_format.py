@@ -1,4 +1,4 @@
-"""Llama and Qwen3 as transformers stores them: their config.json, names and layouts.
+"""Llama, Qwen2 and Qwen3 as transformers stores them: their config.json, names and layouts.
 
 Linear layers are stored (out, in).
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from models import llama
 from models.hf.harmless import HARMLESS, check_common
-from pfx.interop.hf import Fields, Table
+from pfx.interop.hf import Fields, Table, WeightsError
 
 _LAYER = "model.layers.{layers}"
 _BLOCKS = {
@@ -25,6 +25,11 @@ _BLOCKS = {
     "w_up": f"{_LAYER}.mlp.up_proj.weight: mlp embed",
     "w_down": f"{_LAYER}.mlp.down_proj.weight: embed mlp",
 }
+_QKV_BIAS = {
+    "bq": f"{_LAYER}.self_attn.q_proj.bias: (heads head_dim)",
+    "bk": f"{_LAYER}.self_attn.k_proj.bias: (kv_heads head_dim)",
+    "bv": f"{_LAYER}.self_attn.v_proj.bias: (kv_heads head_dim)",
+}
 _QK_NORM = {
     "q_norm": f"{_LAYER}.self_attn.q_norm.weight: head_dim",
     "k_norm": f"{_LAYER}.self_attn.k_norm.weight: head_dim",
@@ -33,9 +38,10 @@ _QK_NORM = {
 
 def table(config: llama.Config) -> Table:
     """Names and layouts of all parameters."""
+    norm = _QK_NORM if config.qk_norm else {}
     entries = {
         "tok_embed": "model.embed_tokens.weight: vocab embed",
-        "blocks": _BLOCKS | (_QK_NORM if config.qk_norm else {}),
+        "blocks": _BLOCKS | norm | (_QKV_BIAS if config.qkv_bias else {}),
         "final_norm": "model.norm.weight: embed",
     }
     if not config.tied:
@@ -58,8 +64,9 @@ def read_config(where: str, entries: Mapping[str, Any], ignore: Iterable[str]) -
         pfx.interop.hf.WeightsError: an entry is missing, unknown, or of a model that is not `llama`.
     """
     fields = Fields(where, entries)
-    qwen = entries.get("model_type") == "qwen3"
-    check_common(fields, "Qwen3" if qwen else "Llama")
+    family = str(entries.get("model_type")).capitalize()
+    qwen = family.startswith("Qwen")
+    check_common(fields, family)
     embed_dim, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     kv_heads = 32 if qwen and "num_key_value_heads" not in entries else num_heads
     theta, scaling = _rope(fields)
@@ -68,13 +75,14 @@ def read_config(where: str, entries: Mapping[str, Any], ignore: Iterable[str]) -
         "embed_dim": embed_dim,
         "num_heads": num_heads,
         "num_kv_heads": fields.size("num_key_value_heads", kv_heads),
-        "head_dim": fields.size("head_dim", 128 if qwen else max(embed_dim // num_heads, 1)),
+        "head_dim": fields.size("head_dim", _head_dim(family, embed_dim, num_heads)),
         "mlp_dim": fields.size("intermediate_size"),
         "vocab_size": fields.size("vocab_size"),
         "max_seq_len": fields.size("max_position_embeddings"),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "qk_norm": qwen,
+        "qk_norm": family == "Qwen3",
+        "qkv_bias": family == "Qwen2",
         "tied": fields.flag("tie_word_embeddings", default=False),
         "eps": fields.number("rms_norm_eps", 1e-6),
         "init_std": fields.number("initializer_range", 0.02),
@@ -89,6 +97,11 @@ def read_config(where: str, entries: Mapping[str, Any], ignore: Iterable[str]) -
         warnings.warn(text, stacklevel=2)
     fields.finish(harmless=[*HARMLESS, "pretraining_tp", "max_window_layers"], ignore=ignore)
     return fields.made(llama.Config, config)
+
+
+def _head_dim(family: str, embed_dim: int, num_heads: int) -> int:
+    """The size of a head where it is not said."""
+    return 128 if family == "Qwen3" else max(embed_dim // num_heads, 1)
 
 
 def _check_windows(fields: Fields, qwen: bool) -> None:  # noqa: FBT001
@@ -130,8 +143,15 @@ def _rope(fields: Fields) -> tuple[float, llama.RopeScaling | None]:
 
 
 def write_config(config: llama.Config) -> dict[str, Any]:
-    """Return the entries of config.json; the rotary ones in the form that all versions read."""
-    family = "Qwen3" if config.qk_norm else "Llama"
+    """Return the entries of config.json; the rotary ones in the form that all versions read.
+
+    Raises:
+        WeightsError: transformers has no such model.
+    """
+    if config.qk_norm and config.qkv_bias:
+        what = "qk_norm and qkv_bias are both there, and transformers has no such model."
+        raise WeightsError(f"{config}: {what}")
+    family = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
     entries: dict[str, Any] = {
         "architectures": [f"{family}ForCausalLM"],
         "model_type": family.lower(),
@@ -148,7 +168,6 @@ def write_config(config: llama.Config) -> dict[str, Any]:
         "rms_norm_eps": config.eps,
         "initializer_range": config.init_std,
         "hidden_act": "silu",
-        "attention_bias": False,
         "tie_word_embeddings": config.tied,
     }
     if (scaling := config.rope_scaling) is not None:

@@ -37,6 +37,7 @@ MODELS = {
     "llama": LLAMA,
     "llama-tied": replace(LLAMA, tied=True),
     "llama3.1": STRETCHED,
+    "qwen2": replace(LLAMA, qkv_bias=True, rope_theta=1e6, eps=1e-6),
     "qwen3": QWEN,
     "qwen3-tied": replace(QWEN, tied=True),
 }
@@ -56,6 +57,8 @@ def theirs_of(config: Any) -> Any:
             embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
         )  # fmt: skip
         model = transformers.GPT2LMHeadModel(made)
+    elif config.qkv_bias:
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**llama_arguments(config)))
     elif config.qk_norm:
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**llama_arguments(config)))
     else:
@@ -169,7 +172,7 @@ def configs(draw: st.DrawFn) -> Any:
         embed_dim=draw(st.sampled_from([2, 6, 8])),
         num_kv_heads=kv_heads,
         head_dim=draw(st.sampled_from([2, 4])),
-        qk_norm=draw(st.booleans()),
+        **draw(st.sampled_from([{}, {"qk_norm": True}, {"qkv_bias": True}])),
         tied=draw(st.booleans()),
         rope_theta=draw(st.sampled_from([1e4, 5e5])),
         rope_scaling=draw(st.sampled_from([None, STRETCHED.rope_scaling])),

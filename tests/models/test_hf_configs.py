@@ -48,12 +48,14 @@ def test_what_is_not_said_is_as_in_transformers(tmp_path: Path) -> None:
     assert read(tmp_path, GPT2) == replace(gpt.GPT2, dropout=0.1)
     assert read(tmp_path, LLAMA) == EXPECTED
     qwen = QWEN3 | {"num_attention_heads": 32}
+    qwen2 = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
+    assert read(tmp_path, qwen2) == replace(EXPECTED, qkv_bias=True, num_kv_heads=2)
     assert read(tmp_path, qwen) == replace(
         EXPECTED, qk_norm=True, head_dim=128, num_heads=32, num_kv_heads=32
     )
     transformers = pytest.importorskip("transformers")
     assert transformers.GPT2Config().to_dict()["n_inner"] is None
-    for entries in (LLAMA, qwen, qwen | {"num_key_value_heads": None}):
+    for entries in (LLAMA, qwen2, qwen, qwen | {"num_key_value_heads": None}):
         theirs = transformers.AutoConfig.for_model(**entries).to_dict()
         assert read(tmp_path, theirs) == read(tmp_path, entries)
     theirs = transformers.GPT2Config(attn_pdrop=0.0).to_dict()
@@ -197,7 +199,7 @@ def test_other_families_are_refused(tmp_path: Path) -> None:
     for kind in ("mixtral", None, ["llama"]):
         assert error_of(tmp_path, {"model_type": kind}) == (
             "FOLDER/config.json: is of another family.\n"
-            f"  model_type = {kind!r}; supported: 'gpt2', 'llama', 'qwen3'"
+            f"  model_type = {kind!r}; supported: 'gpt2', 'llama', 'qwen2', 'qwen3'"
         )
 
 
@@ -217,6 +219,12 @@ def test_a_config_comes_back(tmp_path: Path) -> None:
         params = hf.family_of(config).init(config, pfx.random.key(0))
         hf.save(tmp_path / str(number), params, config)
         assert hf.read_config(tmp_path / str(number)) == config
+
+
+def test_a_model_that_transformers_does_not_have(tmp_path: Path) -> None:
+    config = replace(EXPECTED, qk_norm=True, qkv_bias=True)
+    with pytest.raises(WeightsError, match="qk_norm and qkv_bias are both there"):
+        hf.save(tmp_path / "out", llama.init(config, pfx.random.key(0)), config)
 
 
 def test_further_entries_and_the_tokenizer_go_along(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ class Case:
 CASES = {
     "gpt": Case(gpt, GPT),
     "llama": Case(llama, LLAMA),
-    "qwen": Case(llama, replace(LLAMA, qk_norm=True, tied=True)),
+    "qwen": Case(llama, replace(LLAMA, qk_norm=True, qkv_bias=True, tied=True)),
 }
 
 
@@ -83,6 +83,13 @@ def test_axes_describe_every_parameter(case: Case) -> None:
         assert named_leaves(params)[path].shape == shape, path
         assert ("layers" in dims) == ("blocks" in path), path
         assert dims.find("layers") <= 0, path
+
+
+def test_matrices_decay_and_nothing_else_does(case: Case) -> None:
+    for path, decays in named_leaves(pfx.optim.decay_mask(case.family.axes(case.config))).items():
+        name = path.replace("]", "").replace("['", ".").replace("'", "").split(".")[-1]
+        vector = name in ("scale", "bias") or name.startswith("b") or name.endswith("norm")
+        assert decays == (not vector), path
 
 
 def count(family: Any, config: Any) -> int:

@@ -69,6 +69,13 @@ def test_qwen3(tied: bool) -> None:
     assert_same_model(llama, config, model, llama_from_hf)
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_qwen2(tied: bool) -> None:
+    config = replace(LLAMA, tied=tied, qkv_bias=True, rope_theta=1e6, eps=1e-6)
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**llama_arguments(config)))
+    assert_same_model(llama, config, model, llama_from_hf)
+
+
 def assert_same_model(family: Any, config: Any, model: Any, from_hf: Any) -> None:
     """Equal logits, loss and gradients; the mapping is linear, so it maps gradients too."""
     torch.manual_seed(0)
@@ -163,6 +170,10 @@ def llama_from_hf(config: llama.Config, weights: Weights) -> Any:
     if config.qk_norm:
         blocks["q_norm"] = stack("self_attn.q_norm")
         blocks["k_norm"] = stack("self_attn.k_norm")
+    if config.qkv_bias:
+        for name in "qkv":
+            bias = [weights[f"model.layers.{i}.self_attn.{name}_proj.bias"] for i in range(layers)]
+            blocks[f"b{name}"] = torch.stack(bias).unflatten(1, (-1, head_dim))
     params = {
         "tok_embed": pad_rows(weights["model.embed_tokens.weight"]),
         "blocks": blocks,

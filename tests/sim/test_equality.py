@@ -101,6 +101,10 @@ EXPLICIT = {
     "fewer kv heads than tp": Case(
         "llama", {"num_heads": 8, "num_kv_heads": 2, "qk_norm": True}, {"tp": 4, "zero": 1}
     ),
+    "biases of kv heads that do not divide by tp": Case(
+        "llama", {"num_heads": 6, "num_kv_heads": 3, "qkv_bias": True},
+        {"dp": 2, "tp": 2, "zero": 3, "sequence_parallel": True}, "adamw",
+    ),
     "nothing divides": Case(
         config={"num_heads": 3, "embed_dim": 15, "mlp_dim": 7, "max_seq_len": 7},
         plan={"dp": 2, "tp": 4, "zero": 3, "sequence_parallel": True},

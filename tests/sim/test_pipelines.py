@@ -47,7 +47,7 @@ def test_any_pipeline_of_a_model(case: Case) -> None:
     "case",
     [
         Case("gpt", {"num_layers": 3}, {"pp": 2, "microbatches": 3, "dp": 2}, "adamw"),
-        Case("llama", {"num_layers": 5, "tied": True},
+        Case("llama", {"num_layers": 5, "tied": True, "qk_norm": True},
              {"pp": 2, "microbatches": 2, "schedule": "zb-v", "tp": 2}, "adamw"),
     ],
     ids=["at two devices", "at one device"],

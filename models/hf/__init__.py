@@ -95,7 +95,8 @@ def load(
     Raises:
         pfx.interop.hf.WeightsError: the files are not those of a model that is supported.
     """
-    config = read_config(directory, ignore=ignore)
+    with hf.together(f"load({os.fspath(directory)!r}):", mesh):
+        config = read_config(directory, ignore=ignore)
     params = hf.load_params(directory, table(config), mesh=mesh, specs=specs, dtype=dtype)
     return replace(config, dtype=params["tok_embed"].dtype), params
 

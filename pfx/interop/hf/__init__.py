@@ -13,6 +13,7 @@ from pfx.interop.hf.load import load_params as load_params
 from pfx.interop.hf.problems import WeightsError as WeightsError
 from pfx.interop.hf.save import save_params as save_params
 from pfx.interop.hf.table import Table as Table
+from pfx.interop.hf.together import together as together
 from pfx.interop.hf.tokenizer import chat_template as chat_template
 from pfx.interop.hf.tokenizer import copy_tokenizer as copy_tokenizer
 from pfx.interop.hf.tokenizer import special_tokens as special_tokens

@@ -167,6 +167,12 @@ def test_an_index_and_its_files_say_the_same(tmp_path: Path) -> None:
     assert "not listed: layers.2.w in model-00002-of-00002.safetensors" in text
 
 
+def test_a_tensor_that_no_index_lists_is_an_error(tmp_path: Path) -> None:
+    text = error_of(two_files(tmp_path, layers__2__w=None))
+    assert "not listed: layers.2.w in model-00002-of-00002.safetensors" in text
+    assert "not there" not in text
+
+
 def test_a_tensor_in_the_wrong_file_is_an_error(tmp_path: Path) -> None:
     text = error_of(two_files(tmp_path, b="model-00001-of-00002.safetensors"))
     assert "not there: b in model-00001-of-00002.safetensors" in text

@@ -141,6 +141,8 @@ def test_our_files_load_there_with_equal_logits(
     assert model.dtype == torch.float32
     written = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]
     assert (len(written) > 1) == (max_shard_bytes < 2**40)
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1  # who may read the config may read the weights
 
 
 def test_files_of_the_model_without_its_head(tmp_path: Path) -> None:
@@ -228,10 +230,9 @@ def test_what_is_saved_loads_bit_for_bit_on_any_mesh(data: st.DataObject) -> Non
     "plan",
     [
         pfx.Plan(pp=2, tp=2, microbatches=2, stage_layers=(2, 1)),
-        pfx.Plan(pp=2, microbatches=2, schedule="interleaved", virtual=2),
         pfx.Plan(dp=2, tp=2, zero=3),
     ],
-    ids=["pp", "interleaved", "zero3"],
+    ids=["pp", "zero3"],
 )
 def test_a_state_in_training_is_saved_and_loaded_where_it_lives(
     plan: pfx.Plan, tmp_path: Path

@@ -17,6 +17,7 @@ from pfx import tree
 from pfx.api import device_get
 from pfx.array import Array
 from pfx.errors import message
+from pfx.interop.hf.config import CONFIG
 from pfx.interop.hf.files import DTYPES, INDEX, SINGLE, safe_open
 from pfx.interop.hf.problems import WeightsError
 from pfx.interop.hf.rows import row
@@ -190,12 +191,13 @@ def _gathered(piece: Piece, value: Any) -> torch.Tensor:
 def _as_stored(
     pieces: Sequence[Piece], gathered: Sequence[torch.Tensor], table: Table, dtype: Any
 ) -> torch.Tensor:
-    """Parts put together in the layout of the files, in memory of their own."""
+    """Parts put together in the layout of the files."""
     parts = [_arranged(p.leaf, x, table) for p, x in zip(pieces, gathered, strict=True)]
     entry = pieces[0].leaf.entry
     tokens = entry.flat
     fused = next((i for i, token in enumerate(tokens) if part_of_token(token)), 0)
-    whole = torch.cat(parts, fused).to("cpu", dtype or parts[0].dtype)
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts, fused)
+    whole = whole.to("cpu", dtype or whole.dtype)
     return whole.reshape(table.shape(entry)).contiguous()
 
 
@@ -212,12 +214,14 @@ def _arranged(leaf: Leaf, value: torch.Tensor, table: Table) -> torch.Tensor:
 
 def _finish(plan: Sequence[_File], config: Mapping[str, Any], partial: Path, target: Path) -> None:
     """Write config.json and the index, and give the directory its name."""
-    _write_json(partial / "config.json", config)
+    _write_json(partial / CONFIG, config)
     if len(plan) > 1:
         where = {name: file.name for file in plan for name in file.tensors}
         total = sum(file.size for file in plan)
         _write_json(partial / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+    mode = (partial / CONFIG).stat().st_mode
     for path in partial.iterdir():
+        path.chmod(mode)  # safetensors keeps its files to their owner, whatever the umask says
         with path.open("rb") as file:
             os.fsync(file.fileno())
     partial.replace(target)

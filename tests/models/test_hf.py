@@ -249,6 +249,8 @@ def test_a_state_in_training_is_saved_and_loaded_where_it_lives(
     expected = pfx.device_get(state.params)
     expected["tok_embed"][config.vocab_size :] = 0
     assert_same_bits(pfx.device_get(params), expected)
+    if plan.pp > 1:
+        return  # compiling another pipeline takes seconds and shows nothing more
     again = train.state_of(params, pfx.random.key(1))
     tokens = some_tokens(config)
     batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}

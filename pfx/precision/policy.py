@@ -93,6 +93,11 @@ class Policy:
         """The dtype in which gradients like this are added up."""
         return wide_dtype(grad) if self.reduce is None else self.reduce
 
+    @property
+    def reduces_in_16_bits(self) -> bool:
+        """Whether gradients are added up in less than float32."""
+        return self.reduce in (torch.bfloat16, torch.float16)
+
     def wrap(self, optimizer: GradientTransformation, state: Any) -> GradientTransformation:
         """Add the masters and the loss scale to an optimizer that does not have its own.
 

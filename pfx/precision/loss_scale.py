@@ -142,7 +142,9 @@ def _scaling(
         norm = global_norm(grads)
         good = finite(norm)
         updates, kept = guarded(inner, good, grads, state.inner, params, **extra)
-        return updates, LossScaleState(*moved(state, good), counted(state.counts, good, norm), kept)
+        scale, row, patience = moved(state, good)
+        held = counted(state.counts, good, norm)
+        return updates, LossScaleState(scale, row, patience, held, kept)
 
     return GradientTransformation(init, update)
 

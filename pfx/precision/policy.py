@@ -60,7 +60,7 @@ class Policy:
             object.__setattr__(self, "loss_scale", float(self.loss_scale))
         if self.master is not None:
             check_dtype("Policy", self.master)
-        if None not in (self.master, self.params):
+        if self.master is not None and self.params is not None:
             if torch.promote_types(self.master, self.params) != self.master:
                 raise ValueError(
                     message(

@@ -47,6 +47,8 @@ class Plan:
         stage_layers: the layers of each stage, in order; None: as equal as possible.
         precision: the dtypes of parameters, computation, reductions and masters: a name, fields in a
             text, or a `pfx.precision.Policy`; "model" casts nothing and reduces in float32.
+        remat: "full" recomputes the layers of a model in the backward pass where the model does not
+            say what its scans save; None saves what that needs.
         names: logical dim names to mesh axes, added to or replacing the usual ones.
         axes: more mesh axes by name and size, for `names` to use.
 
@@ -65,6 +67,7 @@ class Plan:
     virtual: int | None = None
     stage_layers: tuple[int, ...] | None = None
     precision: str | Policy = "model"
+    remat: str | None = None
     names: Mapping[str, Any] = field(default_factory=dict)
     axes: Mapping[str, int] = field(default_factory=dict)
 
@@ -79,6 +82,9 @@ class Plan:
             raise ShardingError(
                 message(f"Plan: zero={self.zero!r}", "is no ZeRO stage.", fix="0, 1, 2 or 3")
             )
+        if self.remat not in (None, "full"):
+            what = "is no way to rematerialize."
+            raise ShardingError(message(f"Plan: remat={self.remat!r}", what, fix='"full" or None'))
         self._check_axes()
         self._check_pipeline()
         assert self.policy is not None  # or its text is an error of the plan

@@ -22,6 +22,7 @@ from pfx.api import Jitted, device_put, eval_shape, jit
 from pfx.compiler.program import Program
 from pfx.errors import ShardingError, message
 from pfx.lax import constrain, label, scan
+from pfx.lax.remat_loops import remat_loops
 from pfx.mesh import Mesh
 from pfx.optim.base import widen
 from pfx.plan import DATA, PIPELINE, Plan
@@ -314,7 +315,7 @@ class TrainStep:
         if (
             self.plan.policy.reduces_in_16_bits
         ):  # now: a sum is else made after a cast that widens it
-            grads = constrain(grads, self.sharded_specs)
+            grads = constrain(grads, self._specs(stage=1, kept=True))
         mean = torch.where(weight > 0, 1 / torch.where(weight > 0, weight, 1).double(), 0)
         back = mean if scale is None else mean * shrunk
         grads = tree.map(lambda g: g * back.to(g.dtype), widen(grads))
@@ -370,7 +371,8 @@ class TrainStep:
 
     def _sums(self, params: Any, batch: Any, key: torch.Tensor) -> tuple[Any, ...]:
         """What the loss returns, wide enough to be added up."""
-        loss_sum, weight, metrics = self.loss_fn(params, batch, key)
+        with remat_loops(self.plan.remat):
+            loss_sum, weight, metrics = self.loss_fn(params, batch, key)
         wide = lambda x: widen(x) if x.dtype.is_floating_point else x
         return widen(loss_sum), wide(weight), tree.map(wide, metrics)
 

@@ -12,6 +12,7 @@ from pfx.errors import TraceError, message
 from pfx.lax.body import trace_body
 from pfx.lax.loop import Loop, scan_flat, slice_metas
 from pfx.lax.manual.local import variance_of
+from pfx.lax.remat_loops import remat_loops, remat_of_loops
 
 
 def scan(
@@ -31,8 +32,9 @@ def scan(
         carry: pytree of tensors; every iteration must return the same shapes and dtypes.
         xs: pytree of tensors with the same leading dim n, or None with `length`.
         reverse: run from the last slice to the first; ys keep the order of xs.
-        remat: None saves what the backward loop needs; "full" saves only the carry of each
-            iteration and recomputes the rest (Chen et al. 2016, arXiv:1604.06174).
+        remat: "none" saves what the backward loop needs; "full" saves only the carry of each
+            iteration and recomputes the rest (Chen et al. 2016, arXiv:1604.06174). None: as the plan
+            of the training step says, "none" elsewhere and in the body of another scan.
         length: the number of iterations; needed only when xs has no leaf.
 
     Returns:
@@ -44,8 +46,10 @@ def scan(
     >>> scan(lambda total, x: (total + x, total * x), torch.tensor(0.), torch.arange(4.))
     (tensor(6.), tensor([0., 0., 2., 9.]))
     """
-    if remat not in (None, "full"):
-        raise ValueError(message("scan:", f"remat={remat!r} is unknown.", fix='use "full" or None'))
+    if remat not in (None, "none", "full"):
+        what, fix = f"remat={remat!r} is unknown.", 'use "full", "none" or None'
+        raise ValueError(message("scan:", what, fix=fix))
+    remat = remat_of_loops() if remat is None else remat
     carry_leaves, carry_def = tree.flatten(carry)
     x_leaves, x_def = tree.flatten(xs)
     carry_leaves = [torch.as_tensor(leaf) for leaf in carry_leaves]
@@ -64,8 +68,9 @@ def scan(
         return [*tree.leaves(new_carry), *(torch.as_tensor(leaf) for leaf in y_leaves)]
 
     flat = [*carry_leaves, *x_leaves]
-    traced, captured = trace_body(flat_body, slice_metas(flat, c, x))
-    loop = Loop(traced, c, x, steps, reverse, remat)
+    with remat_loops(None):
+        traced, captured = trace_body(flat_body, slice_metas(flat, c, x))
+    loop = Loop(traced, c, x, steps, reverse, "full" if remat == "full" else None)
     outs = scan_flat(loop, [*flat, *captured])
     return tree.unflatten(carry_def, outs[:c]), tree.unflatten(out_def[0], outs[c:])
 

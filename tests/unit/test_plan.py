@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ import pfx
 from models import gpt, llama
 from pfx import P, Plan, ShapeDtype
 from pfx.errors import MeshError, ShardingError
+from pfx.lax.remat_loops import remat_loops, remat_of_loops
 from pfx.spec import layout_of
+from tests.common import Case
 
 AXES = {"w": "layers embed mlp", "table": "vocab embed", "b": "mlp", "scale": "embed", "t": ""}
 SHAPES = {
@@ -252,3 +255,32 @@ def test_a_logical_constraint_without_names_is_reported() -> None:
     assert program.report == [
         "constrain(x, 'batch embed'): jit has no names=, so it constrains nothing"
     ]
+
+
+def test_a_plan_says_what_is_recomputed_where_the_model_does_not() -> None:
+    case = Case("gpt", {"num_layers": 3}, {"dp": 2}, "sgd", torch.float32, rows=32)
+    plan_says = replace(case, plan={**case.plan, "remat": "full"})
+    model_says = replace(case, config={**case.config, "remat": "full"})
+    none_says = replace(plan_says, config={**case.config, "remat": "none"})
+    saved, recomputed, same, kept = (
+        c.train().lower(c.batch(0)) for c in (case, plan_says, model_says, none_says)
+    )
+    assert recomputed.text() == same.text() != saved.text() == kept.text()
+    assert recomputed.memory().peak < saved.memory().peak
+    with pytest.raises(ShardingError) as caught:
+        pfx.Plan(remat="some")
+    assert str(caught.value) == (
+        "Plan: remat='some' is no way to rematerialize.\n  fix: \"full\" or None"
+    )
+
+
+def test_a_loop_in_a_body_keeps_what_it_saves() -> None:
+    def outer(x: torch.Tensor, _: None) -> tuple[torch.Tensor, None]:
+        seen.append(remat_of_loops())
+        return pfx.scan(lambda c, _: (torch.sin(c), None), x, length=2)[0], None
+
+    seen: list[str | None] = []
+    with remat_loops("full"):
+        pfx.scan(outer, torch.ones(2), length=2)
+        assert remat_of_loops() == "full"
+    assert seen == [None]

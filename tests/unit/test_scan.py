@@ -344,7 +344,7 @@ scan: carry['h'] changes its form from one iteration to the next.
         ValueError,
         """
 scan: remat='some' is unknown.
-  fix: use "full" or None""",
+  fix: use "full", "none" or None""",
     ),
     "unknown policy": (
         lambda: pfx.remat(torch.sin, policy="some"),

@@ -34,6 +34,7 @@ from pfx.optim.base import global_norm as global_norm
 from pfx.optim.base import identity as identity
 from pfx.optim.base import stateless as stateless
 from pfx.optim.base import update_with as update_with
+from pfx.optim.base import updates_if as updates_if
 from pfx.optim.decay import decay_mask as decay_mask
 from pfx.optim.decay import role_mask as role_mask
 from pfx.optim.groups import PartitionState as PartitionState

@@ -161,6 +161,28 @@ def apply_updates(params: Any, updates: Any) -> Any:
     return tree.map(apply, params, updates)
 
 
+def updates_if(condition: Tensor, updates: Any, params: Any = None) -> Any:
+    """Return the updates where a 0-d bool holds, else those that change no bit of a parameter.
+
+    Args:
+        condition: whether the update is made.
+        updates: a tree with tensors or `NewValue` as leaves.
+        params: the parameters; needed for `NewValue` only.
+
+    >>> updates_if(torch.tensor(False), {"w": torch.ones(1)})
+    {'w': tensor([-0.])}
+    """
+
+    def chosen(u: Any, p: Any) -> Any:
+        if isinstance(u, NewValue):
+            return NewValue(torch.where(condition, u.value, p.to(u.value.dtype)))
+        return torch.where(
+            condition, u, -0.0
+        )  # −0 + −0 is −0: adding 0 would flip the sign of a zero
+
+    return tree.map(chosen, updates, updates if params is None else params)
+
+
 def global_norm(values: Any) -> Tensor:
     """Return ``sqrt(sum over leaves of sum(x²))``, a 0-d tensor; an empty tree gives 0.
 

@@ -16,10 +16,10 @@ from pfx import tree
 from pfx.errors import message
 from pfx.optim.base import (
     GradientTransformation,
-    NewValue,
     check_at_least_zero,
     global_norm,
     update_with,
+    updates_if,
     wide_dtype,
     zero_scalar,
 )
@@ -235,13 +235,7 @@ def guarded(
     kept = tree.map(
         lambda new, old: old if new is old else torch.where(good, new, old), new_state, state
     )
-
-    def chosen(u: Any, p: Any) -> Any:
-        if isinstance(u, NewValue):
-            return NewValue(torch.where(good, u.value, p.to(u.value.dtype)))
-        return torch.where(good, u, -0.0)  # −0 + −0 is −0: adding +0 would flip the sign of a zero
-
-    return tree.map(chosen, updates, updates if params is None else params), kept
+    return updates_if(good, updates, params), kept
 
 
 def _check_above_one(where: str, name: str, factor: float) -> None:

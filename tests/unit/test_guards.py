@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from pfx import optim, tree
+from pfx import optim, precision, tree
 
 INF, NAN = math.inf, math.nan
 GUARDS = {
@@ -172,6 +172,17 @@ def test_spikes_are_those_of_a_loop_over_numbers(
         assert counts == (plain.skipped, plain.row, len(plain.kept))
         assert float(state.loss_mean) == pytest.approx(plain.mean(0), rel=1e-9, abs=1e-12)
         assert float(state.norm_mean) == pytest.approx(plain.mean(1), rel=1e-6, abs=1e-12)
+
+
+def test_accumulation_waits_without_touching_a_bit_of_16_bit_parameters() -> None:
+    optimizer = optim.accumulate(precision.master_weights(optim.sgd(1.0)), 2)
+    now = {"p": torch.tensor([-0.0, 1.0], dtype=torch.bfloat16)}
+    state, grads = optimizer.init(now), {"p": torch.tensor([0.0, 1.0])}
+    updates, state = optimizer.update(grads, state, now)
+    kept = optim.apply_updates(now, updates)
+    assert bits(tree.map(lambda p: p.float(), kept)) == bits(tree.map(lambda p: p.float(), now))
+    updates, state = optimizer.update(grads, state, now)
+    assert optim.apply_updates(now, updates)["p"].tolist() == [0.0, 0.0]
 
 
 def test_what_is_told_of_wrong_arguments() -> None:

@@ -32,12 +32,16 @@ class Model:
         module: the importable name of a module with ``Config``, ``init``, ``apply``, ``axes`` and
             ``loss_fn``, as those in `models`.
         config: the module's Config.
-        weights: a folder of Hugging Face weights to start from; None draws them from the seed.
+        weights: what to start from, a folder of Hugging Face weights or the directory of another
+            run; None draws the parameters from the seed.
+        format: the module that reads and writes Hugging Face weights of this model, with ``load``,
+            ``save`` and ``read_config`` as `models.hf` has them.
     """
 
     module: str
     config: Any
     weights: str | None = None
+    format: str = "models.hf"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,27 +51,25 @@ class Data:
     Attributes:
         prefixes: of indexed files (``PREFIX.bin``, ``PREFIX.idx``) that `pfx preprocess` wrote.
         weights: the share of each prefix in a batch; empty: by its number of tokens.
-        split: shares of the documents for training and for evaluation.
+        split: shares of the documents of each prefix for training and for evaluation.
         seq_len: tokens of a row.
-        eod: the token between documents; None: that of the tokenizer.
+        packing: "windows" cuts rows from all documents joined; "packed" fills rows with whole ones.
         reset_positions: positions start again with each document.
         block_diagonal: tokens attend to their own document only.
-        mask_eod: no loss on predicting what follows the end of a document.
-        chat: the prefixes are of `pfx preprocess --chat`: loss on the assistant's tokens only.
-        tokenizer: a `tokenizers` JSON file or "bytes": for `pfx generate`, and for `eod`.
+        mask_boundaries: no loss on the first token of the next document.
+        tokenizer: a `tokenizers` JSON file or "bytes", for `pfx generate`.
         source: ``"module:function"``, called with the Run and "train" or "valid", instead of
             prefixes; what it returns is called with a step and returns the batch of that step.
     """
 
     prefixes: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
-    split: tuple[float, ...] = (0.99, 0.01)
+    split: tuple[float, float] = (0.99, 0.01)
     seq_len: int = 1024
-    eod: int | None = None
+    packing: Literal["windows", "packed"] = "windows"
     reset_positions: bool = False
     block_diagonal: bool = False
-    mask_eod: bool = False
-    chat: bool = False
+    mask_boundaries: bool = False
     tokenizer: str | None = None
     source: str | None = None
 

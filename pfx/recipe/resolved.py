@@ -24,7 +24,7 @@ FIXED = (
 )  # fmt: skip
 """What decides the trained state's form, or which data a step sees: a changed one is another run."""
 
-FREE = ("data.tokenizer", "data.split", "model.config.remat")
+FREE = ("data.tokenizer", "model.config.remat")
 """Below those, what may change all the same."""
 
 
@@ -79,6 +79,15 @@ def write(path: Path, record: Mapping[str, Any]) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(record, indent=2) + "\n")
     partial.replace(path)
+
+
+def is_resolved(path: Path) -> bool:
+    """Whether a file is a resolved config, and not, say, the config.json of Hugging Face weights."""
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return False
+    return isinstance(record, dict) and "config" in record and "from" in record
 
 
 def read(path: Path) -> dict[str, Any]:

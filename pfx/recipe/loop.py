@@ -1,0 +1,182 @@
+"""The loop: steps, one after the other, and between them what is due.
+
+The numbers of a step are read while the next one runs, so that the device never waits for the host;
+before anything that depends on them (a checkpoint, an evaluation, the end) they are read at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from pfx.recipe.agree import stopping
+from pfx.recipe.config import Run
+from pfx.recipe.log import Sink
+from pfx.recipe.monitor import Alarm, observe
+from pfx.recipe.position import Position
+from pfx.recipe.signals import Stop
+from pfx.train import TrainState, TrainStep
+
+HISTORY = 200  # steps whose numbers an incident report can show
+
+
+class Unread(NamedTuple):
+    """A step whose numbers are still on the device."""
+
+    at: Position
+    metrics: Mapping[str, Any]
+    tokens: int
+    started: float
+
+
+class Seen(NamedTuple):
+    """The numbers of a step, and which batch it saw."""
+
+    step: int
+    data_step: int
+    numbers: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What stays the same during a run.
+
+    Attributes:
+        run: the config.
+        train: the compiled step.
+        batches: a step's number to its batch.
+        world: the processes.
+        save: keep the state at a position, in a tier.
+        rewind: after an alarm, write the report; returns the state and position to go on with, or
+            None to stop.
+        evaluate: the loss and more on the held-out split; None: there is none.
+        gauge: seconds and tokens of a step to more numbers (tokens/s, MFU, memory).
+    """
+
+    run: Run
+    train: TrainStep
+    batches: Callable[[int], Any]
+    world: Any
+    save: Callable[[TrainState, Position, str], None]
+    rewind: Callable[[TrainState, Position, History, tuple[Alarm, ...]], Any]
+    evaluate: Callable[[TrainState], dict[str, float]] | None
+    gauge: Callable[[float, int], dict[str, float]]
+
+
+@dataclass
+class History:
+    """The numbers of the last steps."""
+
+    seen: deque[Seen] = field(default_factory=lambda: deque(maxlen=HISTORY))
+
+    def forget_after(self, step: int) -> None:
+        """Drop what a rewind has undone."""
+        while self.seen and self.seen[-1].step > step:
+            self.seen.pop()
+
+
+class Outcome(NamedTuple):
+    """How a run ended: "done", "stopped" by somebody, or "failed" on too many alarms."""
+
+    ending: str
+    reason: str
+    state: TrainState
+    at: Position
+
+
+def loop(job: Job, state: TrainState, at: Position, sink: Sink, stop: Stop) -> Outcome:
+    """Train from a position to the last step, or until all ranks have been asked to stop."""
+    history, unread, round = History(), None, 0
+    while at.step < job.run.train.steps:
+        reason = stopping(job.world, stop, round)
+        if reason and unread is None:
+            job.save(state, at, "temporary")
+            return Outcome("stopped", reason, state, at)
+        alarms: tuple[Alarm, ...] = ()
+        if not reason:
+            started = time.perf_counter()
+            batch = job.batches(at.data_step)
+            state, metrics = job.train.step(state, batch)
+            at, earlier = at.advanced(), unread
+            unread, round = Unread(at, metrics, _tokens(batch), started), round + 1
+            at, alarms = _read(job, at, earlier, started, history, sink)
+        if unread is not None and not alarms and (reason or due(job.run, at.step)):
+            (at, alarms), unread = _read(job, at, unread, None, history, sink), None
+        if alarms:
+            found = job.rewind(state, at, history, alarms)
+            if found is None:
+                return Outcome("failed", str(alarms[0]), state, at)
+            (state, at), unread = found, None
+            history.forget_after(at.step)
+        elif unread is None and not reason:
+            at = _between(job, state, at, sink)
+    return Outcome("done", "", state, at)
+
+
+def due(run: Run, step: int) -> bool:
+    """Whether something other than the next step follows this one."""
+    wanted = (run.checkpoint.every, run.checkpoint.temporary_every, run.evaluate.every)
+    return step == run.train.steps or any(_turn(step, every) for every in wanted)
+
+
+def _turn(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _read(
+    job: Job,
+    at: Position,
+    unread: Unread | None,
+    ended: float | None,
+    history: History,
+    sink: Sink,
+) -> tuple[Position, tuple[Alarm, ...]]:
+    """Fetch a step's numbers, log them and let the monitor look.
+
+    A step takes from its start to that of the next one, or until its numbers are there.
+    """
+    if unread is None:
+        return at, ()
+    numbers = {name: float(value) for name, value in unread.metrics.items()}
+    seconds = (time.perf_counter() if ended is None else ended) - unread.started
+    step, data_step = unread.at.step, unread.at.data_step - 1
+    numbers |= {**job.gauge(seconds, unread.tokens), "data_step": data_step}
+    history.seen.append(Seen(step, data_step, numbers))
+    sink.step(step, numbers)
+    monitor, alarms = observe(job.run.monitor, at.monitor, numbers)
+    return replace(at, monitor=monitor), alarms
+
+
+def _between(job: Job, state: TrainState, at: Position, sink: Sink) -> Position:
+    """Evaluate and save what is due after a step whose numbers are known and not alarming."""
+    settings, last = job.run.checkpoint, at.step == job.run.train.steps
+    better = False
+    if job.evaluate is not None and (last or _turn(at.step, job.run.evaluate.every)):
+        numbers = job.evaluate(state)
+        sink.event("evaluate", at.step, numbers)
+        better = settings.best and (at.best is None or numbers["loss"] < at.best)
+        at = replace(at, best=numbers["loss"]) if better else at
+    tier = _tier(job.run, at.step, better)
+    if tier:
+        job.save(state, at, tier)
+    return at
+
+
+def _tier(run: Run, step: int, better: bool) -> str:  # noqa: FBT001
+    """How a step is saved: a step is one checkpoint, so the tier that keeps it longest."""
+    settings = run.checkpoint
+    if step == run.train.steps:
+        return "final"
+    if better:
+        return "best"
+    if _turn(step, settings.every):
+        return "regular"
+    return "temporary" if _turn(step, settings.temporary_every) else ""
+
+
+def _tokens(batch: Any) -> int:
+    leaf = batch["tokens"] if isinstance(batch, Mapping) and "tokens" in batch else None
+    return 0 if leaf is None else leaf.numel()

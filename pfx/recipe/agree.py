@@ -7,6 +7,9 @@ comes to round r + 2 finds the word there, and nobody has to wait for an answer 
 
 from __future__ import annotations
 
+import queue
+import threading
+from collections.abc import Callable
 from typing import Any
 
 from pfx.recipe.signals import Stop
@@ -31,10 +34,42 @@ def stopping(world: Any, stop: Stop, round: int) -> str:
     """
     if world.size == 1:
         return stop.reason
-    if stop.reason:
-        word = f"{round + ROUNDS} {stop.reason} (rank {world.rank})"
+    return patiently(lambda: _word(world, stop.reason, round), world.patience)
+
+
+def _word(world: Any, reason: str, round: int) -> str:
+    """Give the word if there is a reason, and read it."""
+    if reason:
+        word = f"{round + ROUNDS} {reason} (rank {world.rank})"
         world.store.compare_set(KEY, "", word)  # the first word counts
     elif not world.store.check([KEY]):
         return ""
-    last, _, reason = world.store.get(KEY).decode().partition(" ")
-    return reason if round >= int(last) else ""
+    last, _, why = world.store.get(KEY).decode().partition(" ")
+    return why if round >= int(last) else ""
+
+
+def patiently(call: Callable[[], Any], seconds: float) -> Any:
+    """Ask a store that may be on a host that is gone: it would wait for an answer for ever.
+
+    Raises:
+        RuntimeError: there is none in time.
+
+    >>> patiently(lambda: 3, 5.0)
+    3
+    """
+    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put((call(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        value, error = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise RuntimeError(f"the store has not answered for {seconds:g} s") from None
+    if error is not None:
+        raise error
+    return value

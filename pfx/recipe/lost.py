@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from typing import Any
 
 from pfx.errors import RuntimeMismatchError, message
+from pfx.recipe.agree import patiently
 
 ROLL = "pfx/recipe/roll"
 PATIENCE = 15.0  # seconds: a collective fails on the survivors within about so long of each other
@@ -47,31 +47,23 @@ def lost(
     The store may be on the host that is gone: it is asked on a thread of its own, for as long as
     `patience` and no longer.
     """
-    missing: list[int] | None = None
-
-    def call() -> None:
-        nonlocal missing
-        missing = _roll(world, patience)
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(patience + 5)
+    try:
+        missing = patiently(lambda: _roll(world, patience), patience + 5)
+    except (RuntimeError, OSError):
+        missing = None
     return LostRanksError(_text(world, hosts, missing, error))
 
 
-def _roll(world: Any, patience: float) -> list[int] | None:
-    """The ranks that do not say that they are here in time; None without a store."""
+def _roll(world: Any, patience: float) -> list[int]:
+    """The ranks that do not say that they are here in time."""
     keys = [f"{ROLL}/{rank}" for rank in range(world.size)]
-    try:
-        world.store.set(keys[world.rank], b"here")
-        end = time.monotonic() + patience
-        while True:
-            missing = [rank for rank, key in enumerate(keys) if not world.store.check([key])]
-            if not missing or time.monotonic() > end:
-                return missing
-            time.sleep(0.2)
-    except (RuntimeError, OSError):
-        return None
+    world.store.set(keys[world.rank], b"here")
+    end = time.monotonic() + patience
+    while True:
+        missing = [rank for rank, key in enumerate(keys) if not world.store.check([key])]
+        if not missing or time.monotonic() > end:
+            return missing
+        time.sleep(0.2)
 
 
 def _text(world: Any, hosts: list[str], missing: list[int] | None, error: BaseException) -> str:

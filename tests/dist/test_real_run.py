@@ -23,7 +23,7 @@ from pfx.recipe.log import read_metrics
 from tests.dist import launch
 
 VOCAB, SEQ, STEPS, KILLED_AFTER = 512, 32, 70, 24
-TOLERANCE = 0.01
+TOLERANCE = 0.003
 """Relative, of a loss: bfloat16 has 8 bits, and plans round their partial products differently. Losses
 and gradients are added in float32."""
 

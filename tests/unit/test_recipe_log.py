@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import time
 from pathlib import Path
 
 import hypothesis
@@ -141,7 +142,7 @@ class Memory:
 
 class Rank:
     def __init__(self, store: Memory, rank: int, size: int) -> None:
-        self.store, self.rank, self.size = store, rank, size
+        self.store, self.rank, self.size, self.patience = store, rank, size, 5.0
 
 
 @hypothesis.given(st.data())
@@ -195,6 +196,19 @@ def test_a_store_that_is_gone_is_the_host_that_is_gone(monkeypatch: pytest.Monke
     assert str(found).startswith(
         "rank 2 of 3 (b): lost the store at 10.0.0.1, and with it ranks on other hosts: 0 (a), 1 (a)."
     )
+
+
+def test_a_store_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    class Silent(Memory):
+        def check(self, keys: list[str]) -> bool:
+            time.sleep(60)
+            return False
+
+    rank = Rank(Silent(), 1, 2)
+    rank.patience = 0.05
+    with pytest.raises(RuntimeError, match=r"the store has not answered for 0\.05 s") as error:
+        stopping(rank, Stop(), 0)
+    assert is_of_others(error.value)
 
 
 def test_errors_of_ones_own_are_not_of_others():

@@ -62,6 +62,51 @@ def test_what_is_not_said_is_as_in_transformers(tmp_path: Path) -> None:
     assert read(tmp_path, theirs) == read(tmp_path, GPT2)
 
 
+# The published entries, of which many say nothing about the model.
+PUBLISHED_GPT2 = {
+    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+    "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12,
+    "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": None,
+    "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index",
+    "summary_use_proj": True, "vocab_size": 50257,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+}  # fmt: skip
+PUBLISHED_LLAMA3_1_8B = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0,
+    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.42.3",
+    "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+PUBLISHED_QWEN3_0_6B = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 1024, "initializer_range": 0.02, "intermediate_size": 3072,
+    "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+    "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+    "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+
+
+def test_published_configs_are_the_presets(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="attn_pdrop"):
+        assert read(tmp_path, PUBLISHED_GPT2) == replace(gpt.GPT2, dropout=0.1)
+    scaling = replace(SCALING, original_seq_len=8192)
+    expected = replace(
+        llama.LLAMA3_8B, max_seq_len=131072, rope_scaling=scaling, dtype=torch.bfloat16
+    )
+    assert read(tmp_path, PUBLISHED_LLAMA3_1_8B) == expected
+    assert read(tmp_path, PUBLISHED_QWEN3_0_6B) == replace(llama.QWEN3_0_6B, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("entries", "theta", "scaling"),
     [

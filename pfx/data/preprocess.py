@@ -92,7 +92,7 @@ class TextEncoder:
     def _ended(self, ids: np.ndarray) -> np.ndarray:
         if self.end is None or not len(ids):
             return ids
-        return np.append(ids.astype(np.int64), self.end)
+        return np.concatenate((ids, np.array([self.end])))
 
 
 def preprocess(

@@ -139,7 +139,7 @@ def test_import_pfx_loads_no_optional_package() -> None:
     """What torch itself loads is torch's business; what `import pfx` adds is ours."""
     code = (
         "import sys, torch, numpy; before = set(sys.modules)\n"
-        "import pfx\n"
+        "import pfx, pfx.data\n"
         "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
     )
     done = subprocess.run(

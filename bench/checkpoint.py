@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import math
 import os
 import shutil
 import tempfile
@@ -32,7 +33,7 @@ BLOCK = 8 << 20
 
 
 def state_of(mib: int) -> dict[str, dict[str, torch.Tensor]]:
-    width = round((mib * 2**20 / (3 * 4 * 32 * 12)) ** 0.5) // 64 * 64
+    width = math.ceil((mib * 2**20 / (3 * 4 * 32 * 12)) ** 0.5 / 64) * 64
     shapes = {
         "qkv": (32, width, 3 * width),
         "out": (32, width, width),

@@ -7,6 +7,7 @@ ones are in `tests/dist`.
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,9 @@ from pfx.checkpoint.reading import Shards
 from pfx.errors import CheckpointError
 from pfx.runtime.process_world import Processes
 from pfx.spec import Layout, layout_of, local_bytes, part_of
+
+
+EXAMPLES = int(os.environ.get("PFX_EXAMPLES", "40"))
 
 
 def ranks(size: int, act: Any, patience: float = 20.0) -> list[Any]:
@@ -87,7 +91,7 @@ SHAPES = st.lists(st.sampled_from([12, 6, 4, 8, 5, 1]), max_size=3)
 
 
 @hypothesis.given(SHAPES, st.data())
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=EXAMPLES)
 def test_any_mesh_to_any_mesh(
     tmp_path_factory: pytest.TempPathFactory, shape: list[int], data: st.DataObject
 ) -> None:

@@ -63,8 +63,8 @@ def best(directory: str | Path) -> int | None:
 
     >>> best("/nowhere")
     """
-    heads = [head_of(place) for place in complete(_settled(directory))]
-    found = min((head for head in heads if head.tier == "best"), key=rank, default=None)
+    sound = [head for _, head, _ in heads(directory) if head is not None]
+    found = min((head for head in sound if head.tier == "best"), key=rank, default=None)
     return None if found is None else found.step
 
 

@@ -43,12 +43,14 @@ def check_tier(tier: str, keep: int | None, metric: float | None) -> None:
 def superfluous(heads: Mapping[Place, Head], saved: Place, keep: int | None) -> list[Place]:
     """The steps that go once `saved` is durable.
 
-    Earlier copies of the same step; all other temporary ones, when it is one; and of its own tier
-    what is beyond the `keep` newest, or the best.
+    Earlier copies of the same step, but for those that another tier keeps; all other temporary
+    ones, when it is one; and of its own tier what is beyond the `keep` newest, or the best.
     """
     now = heads[saved]
-    copies = [place for place in heads if place.step == saved.step and place != saved]
-    tier = [p for p in heads if heads[p].tier == now.tier and p not in copies and p != saved]
+    others = [place for place in heads if place != saved]
+    replaced = (now.tier, "temporary")
+    copies = [p for p in others if p.step == saved.step and heads[p].tier in replaced]
+    tier = [p for p in others if heads[p].tier == now.tier and p not in copies]
     if now.tier == "temporary":
         return copies + tier
     if now.tier == "best":

@@ -146,7 +146,8 @@ def save(
 
     Args:
         directory: of all steps of a run; all ranks must see the same one.
-        step: at least 0. A step saved again replaces the one before once it is complete.
+        step: at least 0. A step saved again in its tier replaces the one before once it is complete;
+            saved in another tier, each tier keeps its own.
         tree: leaves are Arrays, torch tensors or numpy arrays (the same on every rank), int, float,
             bool, str, bytes and None.
         metadata: plain data for `metadata`; read without the tree.

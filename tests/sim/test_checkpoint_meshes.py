@@ -28,7 +28,6 @@ from pfx.errors import CheckpointError
 from pfx.runtime.process_world import Processes
 from pfx.spec import Layout, layout_of, local_bytes, part_of
 
-
 EXAMPLES = int(os.environ.get("PFX_EXAMPLES", "40"))
 
 

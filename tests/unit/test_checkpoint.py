@@ -542,6 +542,18 @@ def test_tiers(tmp_path: Path) -> None:
         ["step-00000010", "final"], ["step-00000011", "regular"]]  # fmt: skip
 
 
+def test_a_step_in_two_tiers_is_kept_by_each(tmp_path: Path) -> None:
+    save = lambda step, **options: checkpoint.save(tmp_path, step, {"n": step}, **options)
+    save(1, tier="temporary")
+    save(1, tier="best", metric=0.5)
+    save(1, keep=1)
+    assert checkpoint.best(tmp_path) == 1 and len(list(tmp_path.iterdir())) == 3
+    save(2, keep=1)
+    assert checkpoint.steps(tmp_path) == [1, 2] and checkpoint.best(tmp_path) == 1
+    save(3, tier="best", metric=0.4)
+    assert checkpoint.steps(tmp_path) == [2, 3] and checkpoint.best(tmp_path) == 3
+
+
 def test_the_best_can_be_the_largest_and_is_never_a_nan(tmp_path: Path) -> None:
     for step, score in ((1, 0.5), (2, math.nan), (3, 0.7), (4, 0.6)):
         tier = {"tier": "best", "metric": score, "higher_is_better": True, "keep": 2}
@@ -569,7 +581,7 @@ def test_what_has_just_been_saved_is_always_the_latest(
         options = {"keep": keep} if tier in ("regular", "best") else {}
         options |= {"metric": metric} if tier == "best" else {}
         checkpoint.save(run, step, {"n": number}, tier=tier, **options)
-        finals = finals | {step} if tier == "final" else finals - {step}
+        finals |= {step} if tier == "final" else set()
         assert checkpoint.latest(run) == step and finals <= set(checkpoint.steps(run))
         assert checkpoint.restore(run, like={"n": 0}) == {"n": number}
         assert not [path for path in run.iterdir() if path.name.startswith(".")]

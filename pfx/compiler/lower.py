@@ -15,6 +15,7 @@ from pfx.compiler.fuse import fuse_updates
 from pfx.compiler.loops import outputs_of, prune_loops, sink_constraints
 from pfx.compiler.manual import check_meshes, has_regions, settle
 from pfx.compiler.numbers import share_numbers
+from pfx.compiler.order import finish_each_chain
 from pfx.compiler.partition import partition
 from pfx.compiler.passes import bucket_collectives, number_in_order
 from pfx.compiler.pipeline.form import form_pipelines
@@ -102,6 +103,7 @@ def lower(
     program.report = list(context.report)
     fuse_updates(program)
     bucket_collectives(program, bucket_bytes)
+    finish_each_chain(program)
     number_in_order(program)
     lay_out_pipelines(program, schedule, bucket_bytes, where)
     if schedule is not None and not program.pipelines():

@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from hypothesis import strategies as st
 
 import pfx
+from pfx import checkpoint
 from pfx.precision import loss_scale
 from tests.common import Case, State, cases, differences, run, run_eagerly
 from tests.sim.pipelines import pipelined
@@ -369,6 +371,19 @@ def test_a_diagnosis_is_that_of_one_device(plan: dict[str, Any]) -> None:
     total = torch.stack([leaf["norm"] for leaf in found["gradients"].values()]).norm()
     torch.testing.assert_close(found["grad_norm"], total, rtol=1e-4, atol=0.0)
     train.step(state, batch)  # the state was kept
+
+
+@pytest.mark.parametrize("precision", ["bf16-master", "fp16-master"])
+def test_masters_and_scale_are_in_a_checkpoint(precision: str, tmp_path: Path) -> None:
+    # B43: OpenTau#185, DeepSpeed#7786, #4141, Megatron-LM#1359
+    train = replace(toy_train(dp=2, zero=1, precision=precision), donate=False)
+    state, _ = train.step(train.init(pfx.random.key(0)), toy_batch())
+    checkpoint.save(tmp_path, 1, state)
+    back = checkpoint.restore(tmp_path, like=train.shapes, mesh=train.mesh, specs=train.state_specs)
+    inner = back.opt_state if precision == "bf16-master" else back.opt_state.inner
+    assert {leaf.dtype for leaf in pfx.tree.leaves(inner.masters)} == {F32}
+    expected, found = (pfx.device_get(train.step(s, toy_batch())) for s in (state, back))
+    assert same_bits(_numbers(expected), _numbers(found))
 
 
 def test_parameters_loaded_alone_are_what_the_next_step_starts_from() -> None:

@@ -11,7 +11,6 @@ import torch
 from pfx import _torch
 from pfx.compiler.batched import unmerge_batches
 from pfx.compiler.functional import check_pure
-from pfx.compiler.fuse import fuse_updates
 from pfx.compiler.loops import outputs_of, prune_loops, sink_constraints
 from pfx.compiler.manual import check_meshes, has_regions, settle
 from pfx.compiler.numbers import share_numbers
@@ -23,6 +22,7 @@ from pfx.compiler.program import Program
 from pfx.compiler.propagate import Context, propagate
 from pfx.compiler.repeats import merge_repeated_updates
 from pfx.compiler.reuse import reuse_buffers
+from pfx.compiler.selects import fuse_guarded_updates
 from pfx.compiler.simplify import simplify
 from pfx.compiler.stages import lay_out_pipelines
 from pfx.compiler.sums import reassociate_sums
@@ -101,7 +101,7 @@ def lower(
         replace(v, layout=a or v.layout) for v, a in zip(program.outputs, asked_out, strict=True)
     ]
     program.report = list(context.report)
-    fuse_updates(program)
+    fuse_guarded_updates(program)
     bucket_collectives(program, bucket_bytes)
     finish_each_chain(program)
     number_in_order(program)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import pfx
 from pfx import checkpoint
-from pfx.precision import loss_scale
+from pfx.precision import loss_scale, master_weights
 from tests.common import Case, State, cases, differences, run, run_eagerly
 from tests.sim.pipelines import pipelined
 
@@ -231,6 +231,45 @@ def test_guards_ask_for_no_norm_of_their_own() -> None:
     few = toy_train(**plan, precision="bf16").lower(toy_batch()).collectives()
     more = toy_train(guarded, **plan, precision="fp16").lower(toy_batch()).collectives()
     assert len(few) == len(more)
+
+
+GUARDED = {
+    "adamw": (lambda: pfx.optim.skip_nonfinite(pfx.optim.adamw(1e-2)), "adamw_if"),
+    "sgd": (lambda: pfx.optim.skip_nonfinite(pfx.optim.sgd(1e-2)), "add_scaled_if"),
+    "momentum": (
+        lambda: pfx.optim.skip_spikes(pfx.optim.sgd(1e-2, momentum=0.9, nesterov=True)),
+        "sgd_if",
+    ),
+    "scaled": (lambda: loss_scale.dynamic(pfx.optim.adam(1e-2)), "adamw_if"),
+    "waiting": (lambda: pfx.optim.accumulate(pfx.optim.adamw(1e-2), 2), "adamw_if"),
+    "masters": (
+        lambda: pfx.optim.skip_nonfinite(
+            master_weights(pfx.optim.sgd(1e-2, momentum=0.9), dtype=torch.float64)
+        ),
+        "where",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_a_guarded_update_is_one_kernel_that_runs_or_does_not(name: str) -> None:
+    make, kernel = GUARDED[name]
+    train = toy_train(make(), dp=2)
+    text = train.lower(toy_batch()).text()
+    assert text.count(f"{kernel}(") >= 3 if kernel != "where" else "_if(" not in text
+    state = pfx.device_get(train.init(pfx.random.key(0)))
+    spread = pfx.device_put(state, train.mesh, train.state_specs)
+    for bad in (False, True, False, False):
+        batch = toy_batch()
+        batch["target"][3] = torch.nan if bad and name != "waiting" else 1.0
+        before, found = pfx.device_get(spread), train.step(spread, batch)[0]
+        spread, found = found, pfx.device_get(found)
+        state, _ = train.pure_step(state, batch)
+        if bad and name != "waiting":
+            assert same_bits(found.params, before.params)
+            assert same_bits(found.opt_state.inner, before.opt_state.inner)
+        assert max(differences(found.params, state.params).values()) < 1e-5
+        assert max(differences(found.opt_state.inner, state.opt_state.inner).values()) < 1e-5
 
 
 def test_floats_of_a_batch_are_as_they_came() -> None:

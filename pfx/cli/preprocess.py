@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from pfx.data import load_tokenizer, preprocess
+from pfx.data import (
+    CHATML,
+    ChatTemplate,
+    load_chat_template,
+    load_tokenizer,
+    preprocess,
+    preprocess_chat,
+    progress_bar,
+)
+from pfx.errors import message
+from pfx.recipe.overrides import ConfigError
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,6 +37,14 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--eod", help="the token that ends a document")
     made.add_argument("--no-eod", action="store_true", help="do not end documents with a token")
+    made.add_argument(
+        "--chat", action="store_true",
+        help="records hold messages; OUTPUT_mask says what is learnt: what the assistant writes",
+    )  # fmt: skip
+    made.add_argument(
+        "--template",
+        help="of --chat: a file, a model's folder, or \"chatml\"; the tokenizer's folder",
+    )
     made.add_argument("--workers", type=int, help="processes; one a core")
     made.add_argument("--strict", action="store_true", help="stop at the first bad line")
     made.add_argument("--overwrite", action="store_true", help="replace files that are there")
@@ -35,33 +54,29 @@ def parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> int:
     """Write the files and say how many documents, and which lines were bad."""
     tokenizer = load_tokenizer(args.tokenizer, eod=args.eod)
-    common: dict[str, Any] = {
+    named: dict[str, Any] = {
         "workers": args.workers,
         "overwrite": args.overwrite,
         "on_bad": "stop" if args.strict else "collect",
     }
-    with bar() as progress:
-        summary = preprocess(
-            args.files, tokenizer, args.output, key=args.key or "text",
-            append_eod=not args.no_eod, progress=progress, **common,
-        )  # fmt: skip
-    print(summary)
+    if args.chat:
+        named |= {"template": _template(args), "key": args.key or "messages"}
+    else:
+        named |= {"append_eod": not args.no_eod, "key": args.key or "text"}
+    write = preprocess_chat if args.chat else preprocess
+    shown = sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
+    with progress_bar() if shown else nullcontext() as progress:
+        print(write(args.files, tokenizer, args.output, progress=progress, **named))
     return 0
 
 
-@contextmanager
-def bar() -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar over bytes, on a terminal where rich is installed."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-    except ImportError:
-        yield None
-        return
-    columns = ("tokenizing", BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as shown:
-        task = shown.add_task("tokenizing", total=None)
-        yield lambda done, total: shown.update(task, completed=done, total=total)
+def _template(args: argparse.Namespace) -> ChatTemplate:
+    """The chat template that was asked for, else that of the tokenizer's folder."""
+    if args.template == "chatml":
+        return ChatTemplate(CHATML)
+    if args.template is None and args.tokenizer == "bytes":
+        fix = "--template chatml"
+        raise ConfigError(message("pfx preprocess --chat:", "bytes have no template.", fix=fix))
+    path = args.template or args.tokenizer
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    return load_chat_template(path if args.template else folder or ".")

@@ -286,6 +286,15 @@ def test_mfu_is_the_models_own_arithmetic(tmp_path: Path):
     assert record["memory"] > 2**20
 
 
+def test_float16_shows_its_loss_scale(source, tmp_path: Path):
+    source["factors"] = {3: 1e6}
+    outcome = session.train(config(tmp_path, plan=pfx.Plan(precision="fp16")))
+    found = read_metrics(tmp_path / "metrics.jsonl")
+    assert found[1]["loss_scale"] == 2.0**16
+    assert found[4]["skipped"] == found[3]["skipped"] + 1 == found[12]["skipped"]
+    assert outcome.ending == "done" and outcome.at.monitor.skipped == found[12]["skipped"]
+
+
 def test_a_config_is_not_changed_by_its_run(tmp_path: Path):
     run = config(tmp_path)
     before = dataclasses.asdict(run)

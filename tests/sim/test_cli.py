@@ -1,0 +1,252 @@
+"""The command line as a new user meets it: both quick starts of the README, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import pfx
+from models.python_docs import write
+from pfx.cli import COMMANDS, main
+from pfx.data import CHATML
+from pfx.recipe.log import read_metrics
+from pfx.recipe.weights import read_params, trained
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "models/configs"
+SMALL = [
+    "model.config.num_layers=1", "model.config.embed_dim=32", "model.config.num_heads=2",
+    "model.config.num_kv_heads=2", "model.config.head_dim=16", "model.config.mlp_dim=32",
+    "model.config.vocab_size=300", "model.config.max_seq_len=32", "data.seq_len=32",
+    "data.split=0.8,0.2", "optimizer.warmup_steps=2", "train.steps=6", "train.batch_size=4",
+    "evaluate.every=3", "evaluate.batches=2", "checkpoint.every=2",
+]  # fmt: skip
+
+Pfx = Callable[..., str]
+
+
+@pytest.fixture
+def pfx_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Pfx:
+    """Run ``pfx`` in an empty folder; returns what it printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def run(*words: str, code: int = 0) -> str:
+        assert main(list(words)) == code
+        out = capsys.readouterr()
+        return out.out + out.err
+
+    return run
+
+
+def settings(names: list[str]) -> list[str]:
+    return [word for name in names for word in ("--set", name)]
+
+
+def test_quick_start_pretrain_on_own_text(pfx_in: Pfx, tmp_path: Path):
+    write(tmp_path / "data/docs.jsonl", most=40)
+    made = pfx_in("tokenizer", "data/docs.jsonl", "--vocab-size", "300",
+                  "--output", "data/tokenizer.json")  # fmt: skip
+    assert made.startswith("data/tokenizer.json: 300 ids")
+    with (tmp_path / "data/docs.jsonl").open("a") as file:
+        file.write("{broken\n")
+    made = pfx_in("preprocess", "data/docs.jsonl", "--tokenizer", "data/tokenizer.json",
+                  "--output", "data/docs")  # fmt: skip
+    assert "data/docs: 40 documents" in made and "data/docs.jsonl:41: " in made
+
+    train = ["train", str(CONFIGS / "pretrain.py"), *settings(SMALL)]
+    shown = pfx_in(*train)
+    assert "step 1/6  loss   5." in shown and "evaluate at step 6: loss" in shown
+    assert "checkpoint at step 6: tier final" in shown
+    record = json.loads((tmp_path / "runs/pretrain/config.json").read_text())
+    assert record["from"]["train.steps"] == "--set"
+    assert record["from"]["optimizer.lr"].endswith("pretrain.py")
+
+    more = settings([*SMALL, "train.steps=8", "plan.dp=2", "plan.tp=2"])
+    shown = pfx_in("train", str(CONFIGS / "pretrain.py"), *more)
+    assert "resume at step 6" in shown and "changed at step 6: setting plan.tp: 1 -> 2" in shown
+    assert sorted(read_metrics(tmp_path / "runs/pretrain/metrics.jsonl")) == list(range(1, 9))
+
+    words = ["generate", "runs/pretrain", "--prompt", "The ", "--length", "4"]
+    text = pfx_in(*words, "--temperature", "0")
+    assert text.startswith("The ") and len(text) > len("The \n")
+    assert pfx_in(*words, "--temperature", "0", "--tp", "2") == text
+    assert "step-00000008" in pfx_in("ckpt", "ls", "runs/pretrain")
+    assert "state" in pfx_in("ckpt", "show", "runs/pretrain", "--step", "8")
+    assert "is sound" in pfx_in("ckpt", "verify", "runs/pretrain")
+
+    shown = pfx_in("rerun", str(CONFIGS / "pretrain.py"), "8", *more)
+    assert "run twice from one state: the same bits" in shown
+    assert "losses that differ from the log: 0 of " in shown
+
+    pfx_in("ckpt", "export", "runs/pretrain", "exported", "--dtype", "float32")
+    pfx_in("convert", "exported", "imported")
+    again = pfx_in("generate", "imported", "--prompt", "The ", "--length", "4",
+                   "--temperature", "0", "--tokenizer", "data/tokenizer.json")  # fmt: skip
+    assert again == text
+
+    shard = next((tmp_path / "runs/pretrain/checkpoints/step-00000008").glob("*.bin"))
+    data = bytearray(shard.read_bytes())
+    data[100] ^= 1
+    shard.write_bytes(data)
+    assert shard.name in pfx_in("ckpt", "verify", "runs/pretrain", code=1)
+
+
+def hugging_face_model(folder: Path) -> None:
+    """A small Llama with tokenizer and chat template, as transformers writes them."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=260, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )  # fmt: skip
+    bpe.train_from_iterator(["two and two"], trainer)
+    config = transformers.LlamaConfig(
+        vocab_size=bpe.get_vocab_size(), hidden_size=32, intermediate_size=48,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    bpe.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(CHATML)
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}'
+    )
+
+
+def test_quick_start_fine_tune_weights_on_chats(pfx_in: Pfx, tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    hugging_face_model(tmp_path / "weights")
+    chats = [
+        {"messages": [{"role": "user", "content": f"{a} and {b}?"},
+                      {"role": "assistant", "content": str(a + b)}]}
+        for a in range(6) for b in range(6)
+    ]  # fmt: skip
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    made = pfx_in("preprocess", "chats.jsonl", "--chat", "--tokenizer", "weights",
+                  "--output", "data/chats")  # fmt: skip
+    assert "36 documents" in made
+    shown = pfx_in("train", str(CONFIGS / "chat.py"), *settings(
+        ["train.steps=12", "train.batch_size=4", "optimizer.lr=3e-3", "optimizer.warmup_steps=2"]
+    ))  # fmt: skip
+    assert "checkpoint at step 12: tier final" in shown
+    losses = {s: r["loss"] for s, r in read_metrics(tmp_path / "runs/chat/metrics.jsonl").items()}
+    assert losses[12] < losses[1] - 0.5
+
+    pfx_in("convert", "runs/chat", "tuned", "--tokenizer", "weights", "--dtype", "float32")
+    tuned = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "tuned")
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        theirs = tuned(tokens).logits
+    run = trained(tmp_path / "runs/chat")
+    ours = run.functions.apply(read_params(run), tokens)
+    torch.testing.assert_close(ours[..., : theirs.shape[-1]], theirs, atol=1e-4, rtol=1e-4)
+    assert (tmp_path / "tuned/tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["train", "none.py"], 2, "ConfigError: none.py: no Python file."),
+        (["train", "c.py", "--set", "train.stepz=1"], 2, "fix: --set train.steps"),
+        (
+            ["train", "c.py", "--set", "optimizer.name=adamv"],
+            2,
+            "ConfigError: optimizer.name='adamv': unknown.",
+        ),
+        (
+            ["train", "c.py", "--set", "optimizer.options.beta=1"],
+            2,
+            "optimizer.options.beta: no such option.",
+        ),
+        (
+            ["train", "c.py", "--set", "optimizer.warmup_steps=50"],
+            2,
+            "ConfigError: optimizer: cosine: total_steps does not hold",
+        ),
+        (["train", "c.py", "--set", "model.module=models.llama"], 2, "model.config for models.llama"),
+        (["train", "c.py", "--set", "model.module=json"], 2, "has no init, apply, axes, loss_fn"),
+        (["train", "c.py"], 1, "DataError: nowhere"),
+        (["generate", "runs/none", "--prompt", "x"], 2, "runs/none: has no checkpoint of a run."),
+        (["ckpt", "show", "none"], 1, "CheckpointError: checkpoints in "),
+        (["convert", "none", "target"], 1, "WeightsError: none/config.json"),
+        (["rerun", "c.py", "3"], 2, "metrics.jsonl: has no step 1."),
+        (["preprocess", "x.jsonl", "--tokenizer", "bytes", "--output", "x", "--chat"], 2,
+         "fix: --template chatml"),
+        (["preprocess", "x.jsonl", "--tokenizer", "bytes", "--output", "x"], 1, "DataError: "),
+    ],
+)  # fmt: skip
+def test_an_error_is_its_own_text_and_a_code(pfx_in: Pfx, tmp_path: Path, words, code, text):
+    (tmp_path / "c.py").write_text(
+        "from models import gpt\nfrom pfx.recipe import Data, Model, Run, Train\n"
+        "def config():\n"
+        "    sizes = gpt.Config(num_layers=1, embed_dim=8, num_heads=2, mlp_dim=8,"
+        " vocab_size=64, max_seq_len=16)\n"
+        "    return Run(model=Model(module='models.gpt', config=sizes),\n"
+        "        data=Data(prefixes=('nowhere',), seq_len=16),"
+        " train=Train(steps=4, batch_size=2))\n"
+    )
+    shown = pfx_in(*words, code=code)
+    assert text in shown and "Traceback" not in shown
+
+
+def test_a_traceback_is_there_for_those_who_want_it(pfx_in: Pfx):
+    with pytest.raises(pfx.errors.PfxError):
+        main(["train", "none.py", "--traceback"])
+
+
+def test_a_dry_run_shows_the_config_and_runs_nothing(pfx_in: Pfx, tmp_path: Path):
+    words = ["train", str(CONFIGS / "pretrain.py"), "--dry-run", "--set", "train.steps=7"]
+    record = json.loads(pfx_in(*words))
+    assert record["config"]["train"]["steps"] == 7
+    assert not (tmp_path / "runs").exists()
+
+
+def test_help_names_every_command_and_imports_none():
+    probe = """
+import sys
+import pfx
+before = set(sys.modules)
+from pfx.cli import main
+try:
+    main(["--help"])
+except SystemExit as done:
+    assert not done.code
+heavy = ("pfx.cli.", "pfx.data", "models", "rich", "tokenizers", "transformers")
+print([name for name in set(sys.modules) - before if name.startswith(heavy)])
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", probe], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in COMMANDS)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as done:
+        main([command, "--help"])
+    assert done.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"usage: pfx {command}" in shown and "--traceback" in shown
+
+
+def test_a_wrong_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as done:
+        main(["trian"])
+    assert done.value.code == 2
+    assert "invalid choice: 'trian'" in capsys.readouterr().err

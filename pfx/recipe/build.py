@@ -114,7 +114,7 @@ def schedule_of(settings: Optimizer, steps: int) -> optim.Schedule:
 def _maker(name: str) -> Callable[..., optim.GradientTransformation]:
     if ":" in name:
         return function_of(name, "optimizer.name")
-    known = _optimizers()
+    known = optimizers()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         fix = f'name="{near[0]}"' if near else ""
@@ -123,7 +123,7 @@ def _maker(name: str) -> Callable[..., optim.GradientTransformation]:
     return known[name]
 
 
-def _optimizers() -> Mapping[str, Callable[..., optim.GradientTransformation]]:
+def optimizers() -> Mapping[str, Callable[..., optim.GradientTransformation]]:
     """What in `pfx.optim` takes a learning rate first."""
     return {
         name: make

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from pfx.recipe.agree import stopping
 from pfx.recipe.config import Run
@@ -40,6 +40,22 @@ class Seen(NamedTuple):
     numbers: dict[str, float]
 
 
+class Saves(Protocol):
+    """Writes checkpoints."""
+
+    def __call__(self, state: TrainState, at: Position, tier: str) -> None:
+        """Save; raises the error of the save before."""
+        ...
+
+    def failed(self) -> bool:
+        """Whether the save under way has gone wrong."""
+        ...
+
+    def wait(self) -> None:
+        """Return once nothing is under way; raises its error."""
+        ...
+
+
 @dataclass(frozen=True)
 class Job:
     """What stays the same during a run.
@@ -49,7 +65,7 @@ class Job:
         train: the compiled step.
         batches: a step's number to its batch.
         world: the processes.
-        save: keep the state at a position, in a tier.
+        save: keeps the state at a position, in a tier; in the background, perhaps.
         rewind: after an alarm, write the report; returns the state and position to go on with, or
             None to stop.
         evaluate: the loss and more on the held-out split; None: there is none.
@@ -60,7 +76,7 @@ class Job:
     train: TrainStep
     batches: Callable[[int], Any]
     world: Any
-    save: Callable[[TrainState, Position, str], None]
+    save: Saves
     rewind: Callable[[TrainState, Position, History, tuple[Alarm, ...]], Any]
     evaluate: Callable[[TrainState], dict[str, float]] | None
     gauge: Callable[[float, int], dict[str, float]]
@@ -91,6 +107,8 @@ def loop(job: Job, state: TrainState, at: Position, sink: Sink, stop: Stop) -> O
     """Train from a position to the last step, or until all ranks have been asked to stop."""
     history, unread, round = History(), None, 0
     while at.step < job.run.train.steps:
+        if job.save.failed():
+            stop.ask("a checkpoint could not be written")  # so that all ranks raise it together
         reason = stopping(job.world, stop, round)
         if reason and unread is None:
             job.save(state, at, "temporary")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pfx import checkpoint
+from pfx.errors import CheckpointError
 from pfx.mesh import Mesh
 from pfx.recipe.config import Checkpoint
 from pfx.recipe.log import Sink
@@ -44,6 +45,15 @@ class Saver:
         else:
             checkpoint.save(self.directory, at.step, tree, **named)
         self.sink.event("checkpoint", at.step, {"tier": tier})
+
+    def failed(self) -> bool:
+        """Whether the save under way has gone wrong; it is not waited for."""
+        try:
+            if self.handle is not None:
+                self.handle.check()
+        except CheckpointError:
+            return True
+        return False
 
     def wait(self) -> None:
         """Return once the last save is on disk; raises its error."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pfx import random
+from pfx import random, tree
 from pfx.recipe import resolved, saves
 from pfx.recipe.build import Functions, make_step, model_functions
 from pfx.recipe.config import Run
@@ -95,6 +96,7 @@ def _assembled(
     state, at = begin(run, functions, step, world, sink)
     if world.rank == 0:
         resolved.write(directory / CONFIG, record)
+    sink.event("start", at.step, _described(run, step))
     for note in step.report:
         sink.event("note", at.step, {"plan": note})
     saver = saves.Saver(directory, run.checkpoint, record, sink)
@@ -118,6 +120,13 @@ def _assembled(
         evaluate = evaluator(step, held_out, count if wanted is None else min(count, wanted))
     gauge = gauge_of(run, step, batches)
     return Job(run, step, batches, world, saver, rewind, evaluate, gauge), state, at
+
+
+def _described(run: Run, step: TrainStep) -> dict[str, Any]:
+    """What is about to be trained, in a line."""
+    size = sum(math.prod(leaf.shape) for leaf in tree.leaves(step.shapes.params))
+    mesh = f"{step.mesh} ({step.mesh.kind})"
+    return {"parameters": size, "mesh": mesh, "precision": str(run.plan.precision)}
 
 
 def begin(

@@ -108,7 +108,7 @@ def test_a_finished_run_is_left_as_it_is(uninterrupted):
     outcome = session.train(config(whole))
     assert outcome.ending == "done" and same_bits(final(outcome), final(expected))
     added = (whole / "metrics.jsonl").read_text().removeprefix(before).splitlines()
-    assert [json.loads(line)["event"] for line in added] == ["resume"]
+    assert [json.loads(line)["event"] for line in added] == ["resume", "start"]
 
 
 def test_more_steps_go_on_and_say_what_has_changed(uninterrupted, tmp_path: Path):
@@ -261,6 +261,24 @@ def test_the_kept_checkpoints_are_those_of_the_settings(tmp_path: Path):
     settings = Checkpoint(every=4, keep=1, temporary_every=1, asynchronous=False)
     session.train(config(tmp_path, checkpoint=settings, train=Train(steps=11, batch_size=8)))
     assert checkpoint.steps(tmp_path / "checkpoints") == [8, 10, 11]
+
+
+def test_a_save_that_fails_in_the_background_ends_the_run(tmp_path: Path):
+    """At the next step, not at the next save."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    settings = Checkpoint(every=4, asynchronous=True)
+    run = config(tmp_path, checkpoint=settings, train=Train(steps=400, batch_size=8))
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(pfx.errors.CheckpointError, match="No space left on device"),
+    ):
+        patch.setattr("pfx.checkpoint.image.write", full)
+        session.train(run)
+    assert max(losses(tmp_path)) <= 8
+    assert checkpoint.latest(tmp_path / "checkpoints") is None
 
 
 def test_everything_that_a_run_needs_is_in_its_checkpoint(uninterrupted):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -243,6 +245,21 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert done.value.code == 0
     shown = capsys.readouterr().out
     assert f"usage: pfx {command}" in shown and "--traceback" in shown
+
+
+def commands_of(path: Path) -> list[str]:
+    """The lines that call pfx, in a text."""
+    lines = (line.split("#")[0].strip() for line in path.read_text().splitlines())
+    return [line for line in lines if line.startswith("pfx ") and "|" not in line]
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted(CONFIGS.glob("[!_]*.py"))], ids=str)
+def test_the_commands_that_are_shown_can_be_given(path: Path):
+    shown = commands_of(path)
+    assert shown
+    for line in shown:
+        _, command, *words = shlex.split(line)
+        importlib.import_module(f"pfx.cli.{command}").parser().parse_args(words)
 
 
 def test_a_wrong_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]):

@@ -77,7 +77,6 @@ SIZES = {"vocab": 8, "embed": 8, "layers": 4, "heads": 2, "qkv": 3, "head_dim": 
 # Which mesh axes each logical dim lies on: as data and tensor parallelism, ZeRO and stages have it.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"heads": "x", "mlp": "x", "vocab": "x"},
-    "zero": {"embed": "x", "mlp": "x"},
     "zero over tp": {"heads": "x", "mlp": ("x", "y"), "vocab": "x", "embed": "y"},
     "pp and tp": {"layers": "x", "heads": "y", "mlp": "y", "embed": None},
 }

@@ -42,9 +42,9 @@ class Guarded:
         over = over or (-1,) * len(self.operands)
         if condition.item():
             return self.kernel(*args, over=tuple(max(place - 1, -1) for place in over))
-        olds = [args[places[0]] for places in self.kernel.operands]
+        olds = [args[place - 1] for (place,) in self.operands]
         kept = tuple(x if k >= 0 else x.clone() for x, k in zip(olds, over, strict=True))
-        return kept if len(kept) > 1 else kept[0]
+        return kept if len(kept) != 1 else kept[0]
 
 
 @dataclass(frozen=True, eq=False)

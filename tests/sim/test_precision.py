@@ -72,16 +72,20 @@ def test_a_policy_means_the_same_under_any_plan(case: Case, policy: tuple[str, f
 
 # 16 bits. A device rounds its part of a sum and one device the whole of it, in every layer.
 
+# A scale at which no gradient of these models overflows: 2**16 is too much for a llama of 7 layers,
+# whose first steps are then skipped, as they should be.
+SIXTEEN_BITS = ["bf16", "bf16-master", "fp16,loss_scale=256", "fp16-master,loss_scale=256"]
+
 
 @pytest.mark.timeout(300)  # many compilations
-@hypothesis.given(any_plan, st.sampled_from(["bf16", "bf16-master", "fp16", "fp16-master"]))
+@hypothesis.given(any_plan, st.sampled_from(SIXTEEN_BITS))
 @hypothesis.settings(max_examples=EXAMPLES)
 def test_16_bits_under_any_plan_are_within_roundings_of_one_device(
     case: Case, precision: str
 ) -> None:
     train = with_precision(case, precision).train()
     (found,), (expected,) = run(train, case, 1), run_eagerly(train, case, 1)
-    assert distance(found, expected) <= 16 * ROUNDOFF[precision.removesuffix("-master")]
+    assert distance(found, expected) <= 16 * ROUNDOFF["bf16" if "bf16" in precision else "fp16"]
     kinds = {a.dtype for a in pfx.tree.leaves(found[0].params)}
     assert kinds == {F32 if "-" not in precision else BF16 if "bf16" in precision else F16}
 

@@ -85,7 +85,9 @@ def test_16_bits_under_any_plan_are_within_roundings_of_one_device(
 ) -> None:
     train = with_precision(case, precision).train()
     (found,), (expected,) = run(train, case, 1), run_eagerly(train, case, 1)
-    assert distance(found, expected) <= 16 * ROUNDOFF["bf16" if "bf16" in precision else "fp16"]
+    roundings = 8 + 4 * case.model.num_layers  # they pile up from layer to layer
+    roundoff = ROUNDOFF["bf16" if "bf16" in precision else "fp16"]
+    assert distance(found, expected) <= roundings * roundoff
     kinds = {a.dtype for a in pfx.tree.leaves(found[0].params)}
     assert kinds == {F32 if "-" not in precision else BF16 if "bf16" in precision else F16}
 

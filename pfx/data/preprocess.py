@@ -119,14 +119,16 @@ def preprocess(
         prefix: what the names of both files begin with.
         key: of the text in each record.
         append_eod: end each document with the tokenizer's end-of-document token.
-        workers: processes that tokenize; None: one a core, and none besides for a small input.
+        workers: processes that tokenize; None: one a core, and none besides for a small input. They
+            import the calling script, which must not do so again: it calls this under
+            ``if __name__ == "__main__":``.
         on_bad: "stop" makes the first bad line an error.
         overwrite: replace files of that prefix.
         progress: called after each chunk of about a megabyte.
 
     Raises:
         DataError: a file cannot be read, the output exists, the tokenizer has no end-of-document
-            token, or a line is bad and `on_bad` is "stop".
+            token, a worker died, or a line is bad and `on_bad` is "stop".
 
     >>> import tempfile, pathlib
     >>> from pfx.data import ByteTokenizer, IndexedDataset

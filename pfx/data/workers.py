@@ -84,7 +84,7 @@ def encode_chunks(
     """Yield the chunks in order with what they hold, as many at work as keep the workers busy.
 
     Raises:
-        DataError: a worker was killed.
+        DataError: a worker died.
     """
     if workers == 1:
         for chunk in chunks:
@@ -109,9 +109,10 @@ def _next(waiting: deque[tuple[Chunk, Future[Encoded]]]) -> tuple[Chunk, Encoded
     try:
         return chunk, future.result()
     except BrokenProcessPool as error:
-        what = "was killed, perhaps for want of memory."
+        what = "died: killed, perhaps for want of memory, or unable to start."
         where = f"a worker process, at byte {chunk.offset} of {chunk.file},"
-        raise DataError(message(where, what, fix="use fewer workers")) from error
+        fix = 'use fewer workers; in a script, call this under `if __name__ == "__main__":`'
+        raise DataError(message(where, what, fix=fix)) from error
 
 
 def _context() -> BaseContext:

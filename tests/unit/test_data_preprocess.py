@@ -224,7 +224,7 @@ class Deadly(ByteTokenizer):
 
 def test_a_worker_that_dies_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     path = big_file(tmp_path / "a.jsonl", 10)
-    with pytest.raises(DataError, match=r"a worker process, at byte 0 of .*a\.jsonl, was killed"):
+    with pytest.raises(DataError, match=r"a worker process, at byte 0 of .*a\.jsonl, died: killed"):
         preprocess([path], Deadly(), tmp_path / "out", workers=2)
     assert list(tmp_path.glob("out*")) == []
 

@@ -8,9 +8,12 @@ prime: bytes that moved by a whole number of sectors, pages or blocks fall into 
 from __future__ import annotations
 
 import hashlib
+import sys
 from typing import Any
 
 import numpy as np
+
+assert sys.byteorder == "little", "checkpoints are stored in little-endian order"
 
 COLUMNS = 1021
 ROW = 8 * COLUMNS  # bytes
@@ -31,21 +34,25 @@ class Checksum:
     """
 
     def __init__(self) -> None:
-        self._sums = np.zeros(COLUMNS, "<u8")
+        self._sums, self._added = np.zeros(COLUMNS, np.uint64), np.empty(COLUMNS, np.uint64)
         self._length = 0
 
     def add(self, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
         """Add bytes; every stretch but the last is a multiple of `ROW` long."""
         assert self._length % ROW == 0
-        whole = len(data) // ROW * ROW
-        if whole:
-            rows = data[:whole].view("<u8").reshape(-1, COLUMNS)
-            self._sums += rows.sum(0, dtype="<u8")
-        if len(data) > whole:
+        rows, rest = divmod(len(data), ROW)
+        if rows:
+            self._add(data[: rows * ROW] if rest else data, rows)
+        if rest:
             last = np.zeros(ROW, np.uint8)
-            last[: len(data) - whole] = data[whole:]
-            self._sums += last.view("<u8")
+            last[:rest] = data[-rest:]
+            self._add(last, 1)
         self._length += len(data)
+
+    def _add(self, data: np.ndarray[Any, np.dtype[np.uint8]], rows: int) -> None:
+        words = data.view(np.uint64).reshape(rows, COLUMNS)
+        np.add.reduce(words, axis=0, out=self._added)
+        np.add(self._sums, self._added, out=self._sums)
 
     def digest(self) -> bytes:
         """The checksum of what has been added."""

@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,10 @@ THREADS = min(4, os.cpu_count() or 1)
 _GAP = 4096  # bytes between two wanted stretches that are read along: a page is what a disk reads
 _LARGE = 4 << 20  # bytes from which memory is asked for in large pages
 _LINE = 64  # the alignment that torch gives tensors; kernels may add up otherwise without it
+
+
+def _unseen(room: Bytes) -> None:
+    pass
 
 
 class Shards:
@@ -58,30 +62,50 @@ class Shards:
         Raises:
             CheckpointError: the file is missing, has another size, or cannot be read.
         """
-        path, done = self.folder / name, 0
+        self.read_each(name, offset, (room,))
+
+    def read_each(
+        self,
+        name: str,
+        offset: int,
+        rooms: Iterable[Bytes],
+        seen: Callable[[Bytes], None] = _unseen,
+    ) -> None:
+        """Fill several stretches of memory with what follows each other; `seen` is told of each."""
+        handle, at = self._handle(name), offset
         try:
-            handle = self._handle(name)
-            while done < len(room):
-                count = os.preadv(handle, [room[done:].data], offset + done)
-                if not count:
-                    raise CheckpointError(message(str(path), f"ends at byte {offset + done}."))
-                done += count
+            for room in rooms:
+                end = at + len(room)
+                while at < end:
+                    count = os.preadv(handle, [room[at - end :].data], at)
+                    if not count:
+                        raise CheckpointError(
+                            message(str(self.folder / name), f"ends at byte {at}.")
+                        )
+                    at += count
+                seen(room)
         except OSError as error:
-            what = f"cannot be read: {error.strerror or error}."
-            raise CheckpointError(message(str(path), what)) from error
+            raise self._unread(name, error) from error
         with self._lock:
-            self.bytes_read += done
+            self.bytes_read += at - offset
 
     def _handle(self, name: str) -> int:
         with self._lock:
             if name not in self._handles:
-                handle = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    handle = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise self._unread(name, error) from error
                 self._handles[name] = handle
                 size = os.fstat(handle).st_size
                 if size != self.sizes[name]:
                     what = f"has {size} bytes; the manifest says {self.sizes[name]}."
                     raise CheckpointError(message(str(self.folder / name), what))
         return self._handles[name]
+
+    def _unread(self, name: str, error: OSError) -> CheckpointError:
+        what = f"cannot be read: {error.strerror or error}."
+        return CheckpointError(message(str(self.folder / name), what))
 
 
 @dataclass(frozen=True)
@@ -144,10 +168,8 @@ def check_piece(shards: Shards, leaf: Leaf, piece: Piece, room: Bytes) -> None:
         CheckpointError: it differs.
     """
     found = Checksum()
-    for start in range(0, piece.length, HOT):
-        stretch = room[start : start + HOT]
-        shards.read(piece.file, piece.offset + start, stretch)
-        found.add(stretch)
+    stretches = (room[start : start + HOT] for start in range(0, piece.length, HOT))
+    shards.read_each(piece.file, piece.offset, stretches, found.add)
     if found.digest() != piece.checksum:
         raise CheckpointError(
             message(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import sys
 from typing import Any
 
 import msgpack
@@ -11,8 +10,6 @@ import numpy as np
 import torch
 
 from pfx.errors import CheckpointError, message
-
-assert sys.byteorder == "little", "checkpoints are stored in little-endian order"
 
 DTYPES = {
     str(value).removeprefix("torch."): value

@@ -51,22 +51,22 @@ class Surroundings:
 
 def on_alarm(
     around: Surroundings,
-    state: TrainState,
+    held: list[TrainState],
     at: Position,
     history: History,
     alarms: Sequence[Alarm],
 ) -> Restored | None:
     """Write an incident's report; returns what to go on with, None to give up.
 
-    All ranks call it alike. The state after the step is looked at first, then given up for the last
-    good one, which is brought up to the step again.
+    All ranks call it alike. The state after the step, alone in `held`, is looked at first, then given
+    up for the last good one, which is brought up to the step again.
     """
     settings, culprit = around.run.monitor, history.seen[-1]
-    evidence = replace(_of_numbers(around, culprit, history, alarms), **_of_state(around, state))
+    evidence = replace(_of_numbers(around, culprit, history, alarms), **_of_state(around, held[0]))
     if settings.action == "report":
-        action, found = "none, training goes on", (state, at)
+        action, found = "none, training goes on", (held[0], at)
     else:
-        del state
+        held.clear()
         evidence = replace(evidence, **_of_repeating(around, culprit, history))
         action, found = _decide(around, at, culprit)
     verdict = judge(evidence)

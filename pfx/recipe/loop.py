@@ -67,7 +67,8 @@ class Job:
         world: the processes.
         save: keeps the state at a position, in a tier; in the background, perhaps.
         rewind: after an alarm, write the report; returns the state and position to go on with, or
-            None to stop.
+            None to stop. The state is handed over in a list, so that it can be freed: a device may
+            not have the memory for two.
         evaluate: the loss and more on the held-out split; None: there is none.
         gauge: seconds and tokens of a step to more numbers (tokens/s, MFU, memory).
     """
@@ -77,7 +78,7 @@ class Job:
     batches: Callable[[int], Any]
     world: Any
     save: Saves
-    rewind: Callable[[TrainState, Position, History, tuple[Alarm, ...]], Any]
+    rewind: Callable[[list[TrainState], Position, History, tuple[Alarm, ...]], Any]
     evaluate: Callable[[TrainState], dict[str, float]] | None
     gauge: Callable[[float, int], dict[str, float]]
 
@@ -99,7 +100,7 @@ class Outcome(NamedTuple):
 
     ending: str
     reason: str
-    state: TrainState
+    state: Any  # a TrainState; None where it was given up for an incident's report
     at: Position
 
 
@@ -124,9 +125,11 @@ def loop(job: Job, state: TrainState, at: Position, sink: Sink, stop: Stop) -> O
         if unread is not None and not alarms and (reason or due(job.run, at.step)):
             (at, alarms), unread = _read(job, at, unread, None, history, sink), None
         if alarms:
-            found = job.rewind(state, at, history, alarms)
+            held = [state]
+            del state, unread
+            found = job.rewind(held, at, history, alarms)
             if found is None:
-                return Outcome("failed", str(alarms[0]), state, at)
+                return Outcome("failed", str(alarms[0]), held[0] if held else None, at)
             (state, at), unread = found, None
             history.forget_after(at.step)
         elif unread is None and not reason:

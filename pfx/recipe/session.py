@@ -109,9 +109,9 @@ def _assembled(
     around = Surroundings(run, step, batches, good, world, sink, vocab)
 
     def rewind(
-        state: TrainState, at: Position, history: History, alarms: tuple[Alarm, ...]
+        held: list[TrainState], at: Position, history: History, alarms: tuple[Alarm, ...]
     ) -> tuple[TrainState, Position] | None:
-        return on_alarm(around, state, at, history, alarms)
+        return on_alarm(around, held, at, history, alarms)
 
     evaluate = None
     if held_out is not None and run.evaluate.every is not None:

@@ -157,6 +157,11 @@ def test_quick_start_fine_tune_weights_on_chats(pfx_in: Pfx, tmp_path: Path):
     torch.testing.assert_close(ours[..., : theirs.shape[-1]], theirs, atol=1e-4, rtol=1e-4)
     assert (tmp_path / "tuned/tokenizer.json").exists()
 
+    other = settings(["model.config.num_layers=1", "directory=runs/other"])
+    shown = pfx_in("train", str(CONFIGS / "chat.py"), *other, code=2)
+    assert "model.weights='weights': the weights of another model." in shown
+    assert "layers: 1 here, 2 there" in shown
+
 
 @pytest.mark.parametrize(
     ("words", "code", "text"),

@@ -293,6 +293,19 @@ def test_everything_that_a_run_needs_is_in_its_checkpoint(uninterrupted):
     assert same_bits([pfx.device_get(x) for x in pairs], final(outcome))
 
 
+def test_a_run_can_start_from_the_parameters_of_another(uninterrupted, tmp_path: Path):
+    whole, expected = uninterrupted
+    model = Model(module="tests.sim.recipe_model", config=recipe_model.Config(), weights=str(whole))
+    still = Optimizer(lr=0.0, schedule="constant", weight_decay=0.0)
+    outcome = session.train(
+        config(tmp_path, model=model, optimizer=still, train=Train(steps=1, batch_size=8),
+               plan=pfx.Plan(tp=2))
+    )  # fmt: skip
+    assert outcome.at.step == 1
+    ours, theirs = (pfx.tree.leaves(pfx.device_get(o.state.params)) for o in (outcome, expected))
+    assert same_bits(ours, theirs)
+
+
 def test_mfu_is_the_models_own_arithmetic(tmp_path: Path):
     run = config(tmp_path, log=Log(progress=False, peak_flops=1e9))
     session.train(run)

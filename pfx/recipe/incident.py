@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pfx.array import Array
 from pfx.recipe.config import Run
 from pfx.recipe.health import broken_moments, disagreeing, fingerprints, leaves_of, nonfinite
@@ -93,6 +95,7 @@ def _of_numbers(
         loss_scale=culprit.numbers.get("loss_scale"),
         history=[seen.numbers for seen in history.seen],
         precision=_computed_in(around.train),
+        deterministic=_deterministic(around.train),
         factor=around.run.monitor.factor,
     )
 
@@ -115,10 +118,11 @@ def _of_repeating(around: Surroundings, culprit: Seen, history: History) -> dict
         around.train.diagnose(state, around.batches(next(iter(_usual(culprit.data_step)))))
     )
     here = _numbers(around.train.diagnose(state, batch))
-    again = same_bits(around.train, state, batch)
+    mine = same_bits(around.train, state, batch) and same is not False
+    everyone = around.world.exchange(mine, "the bits of a step")
     return {
         **before,
-        "same_bits": again if same is None else again and same,
+        "same_bits": all(everyone),
         "replayed": replayed,
         "grad_norm": here["grad_norm"],
         "usual_norm": usual["grad_norm"],
@@ -173,6 +177,11 @@ def _usual(data_step: int) -> list[int]:
 def _computed_in(train: TrainStep) -> str:
     dtype = train.plan.policy.compute
     return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _deterministic(train: TrainStep) -> bool:
+    """Whether the kernels promise the same bits: on GPUs some, as attention's, add in any order."""
+    return train.mesh.device == "cpu" or torch.are_deterministic_algorithms_enabled()
 
 
 def _numbers(found: Any) -> Any:

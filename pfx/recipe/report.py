@@ -32,6 +32,8 @@ def markdown(evidence: Evidence, verdict: Verdict, action: str) -> str:
     """Lay an incident out for reading."""
     e = evidence
     bits = {True: "the same bits", False: "**other bits**", None: "not tried"}[e.same_bits]
+    if e.same_bits is False and not e.deterministic:
+        bits += ", which says little: torch.use_deterministic_algorithms is off"
     lines = [
         f"# Step {e.step}: {verdict.cause}",
         "",

@@ -1,4 +1,7 @@
-"""Signals that end a run: SIGTERM, and SIGINT once, ask it to save and stop at the next step."""
+"""Signals that end a run: SIGTERM, and SIGINT once, ask it to save and stop at the next step.
+
+torchrun hands a SIGTERM on to its processes, and kills what is still there after 30 seconds.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ class Evidence:
         nonfinite_before: the same at the state before it.
         broken_moments: second moments below zero.
         disagreeing: copies that should be the same on all ranks.
-        same_bits: whether repeating gave the same bits; None: not tried.
+        same_bits: whether repeating gave the same bits, on all ranks; None: not tried.
+        deterministic: whether the kernels promise that it does.
         replayed: how many steps were repeated, and from which.
         factor: of the monitor.
     """
@@ -58,6 +59,7 @@ class Evidence:
     broken_moments: Sequence[str] = ()
     disagreeing: Sequence[str] = ()
     same_bits: bool | None = None
+    deterministic: bool = True
     replayed: str = ""
     factor: float = 10.0
 
@@ -91,7 +93,8 @@ def _disagreeing(e: Evidence) -> list[str]:
 
 
 def _machine(e: Evidence) -> list[str]:
-    return ["repeating the step gave other bits"] if e.same_bits is False else []
+    other = e.same_bits is False and e.deterministic
+    return ["repeating the step gave other bits"] if other else []
 
 
 def _corrupted(e: Evidence) -> list[str]:

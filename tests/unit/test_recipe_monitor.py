@@ -171,6 +171,7 @@ GROWING = [{"grad_norm": 1.0}] * 8 + [{"grad_norm": 4.0}] * 5
     [
         ({"disagreeing": ["w: rank 1 differs from rank 0"], "oddities": ["x"]}, "ranks disagree"),
         ({"same_bits": False, "oddities": ["x"]}, "faulty machine"),
+        ({"same_bits": False, "deterministic": False, "oddities": ["x"]}, "bad batch"),
         ({"broken_moments": ["nu: -1"], "oddities": ["x"]}, "corrupted optimizer state"),
         ({"nonfinite_before": ["mu: 3 values"]}, "corrupted optimizer state"),
         ({"precision": "float16", "overflow": 0.01}, "float16 range"),

@@ -165,7 +165,8 @@ def test_all_ranks_stop_in_the_same_round(data):
         else:
             rounds[rank] += 1
     assert len(set(ended.values())) == 1
-    assert max(ended.values()) <= min(asked.values()) + ROUNDS
+    # The first word counts, and it may be that of a rank one round ahead.
+    assert max(ended.values()) <= min(asked.values()) + ROUNDS + 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 
 import pfx
 from pfx.schedules import Schedule
-from tests.common import Case, State, run
+from tests.common import Case, State, differences, run, tolerance
 from tests.sim.pipelines import VIRTUAL, assert_same_bits
 
 LAYERS, MICROBATCHES = 8, 5
@@ -54,9 +54,16 @@ def undivided() -> list[State]:
 
 @pytest.mark.parametrize(("schedule", "pp", "virtual"), [("interleaved", 2, 3), ("zb-h1", 4, 1)])
 def test_other_placements(schedule: str, pp: int, virtual: int, undivided: list[State]) -> None:
-    """Loss, gradients, parameters; the norm adds up the layers by device, so it rounds otherwise."""
+    """Loss, gradients, parameters; the norm adds up the layers by device, so it rounds otherwise.
+
+    So may a kernel that updates what stages share: of a part of another size it takes other elements
+    one by one. The second step starts from there.
+    """
     found = run_of(schedule, pp, virtual, plan={"dp": 1})
-    assert_same_bits(found, undivided, "grad_norm")
+    shared = [f".params['{name}']" for name in ("table", "scale")]
+    assert_same_bits(found[:1], undivided[:1], "grad_norm", *shared)
+    apart = differences(found[1], undivided[1])
+    assert max(apart.values()) <= tolerance(torch.float32)
 
 
 def test_both_ends_at_one_device(undivided: list[State]) -> None:

@@ -208,6 +208,11 @@ def test_programs_verify_and_show_their_stages(name: str) -> None:
         assert at in text
 
 
+def test_an_embedding_split_over_its_rows_is_no_stack_of_layers() -> None:
+    case = Case("gpt", {"num_layers": 1}, {"tp": 2, "microbatches": 2}, "adamw")
+    assert program_of(case).report == []
+
+
 # What is kept ---------------------------------------------------------------------------------------
 
 

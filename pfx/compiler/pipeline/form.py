@@ -24,6 +24,7 @@ from pfx.compiler.pipeline.primitive import FIRST, LAST, Output, Pipeline
 from pfx.compiler.pipeline.stacked import (
     RuleOf,
     Stacks,
+    behind_rows,
     scanned,
     scanned_over,
     sources_of,
@@ -89,7 +90,7 @@ def _find(
     maybe = stacks_of(graph, known, rule_of)
     loops = [n for n in graph.nodes if isinstance(n.target, Loop) and scanned(n, maybe)]
     if not loops:
-        if known and any(isinstance(n.target, Loop) for n in graph.nodes):
+        if any(behind_rows(n) & known.keys() for n in graph.nodes if isinstance(n.target, Loop)):
             raise NoPipelineError("no scan in it runs over their rows as they are")
         return None
     axis = str(scanned(loops[0], maybe))

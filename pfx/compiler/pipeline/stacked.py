@@ -56,6 +56,18 @@ def scanned_over(node: Node) -> tuple[Node, ...]:
     return node.args[loop.num_carry : loop.num_carry + loop.num_xs]  # type: ignore[return-value]
 
 
+def behind_rows(node: Node) -> set[Node]:
+    """All values that the rows a loop runs over are made from, but for what other loops make."""
+    found: set[Node] = set()
+    todo = list(scanned_over(node))
+    while todo:
+        now = todo.pop()
+        if now not in found and not isinstance(now.target, Loop):
+            found.add(now)
+            todo += now.all_input_nodes
+    return found
+
+
 def sources_of(targets: Collection[Node], stacks: Mapping[Node, str]) -> set[Node]:
     """The stacks that the given ones come from, row by row."""
     found: set[Node] = set()

@@ -364,8 +364,9 @@ def test_shared_heads_equal_repeated_weights() -> None:
     config, params = case.config, case.params()
     group = config.num_heads // config.num_kv_heads
     blocks = dict(params["blocks"])
-    for name in ("wk", "wv"):
-        blocks[name] = blocks[name].repeat_interleave(group, dim=2)
+    for name in ("wk", "wv", "bk", "bv"):
+        if name in blocks:
+            blocks[name] = blocks[name].repeat_interleave(group, dim=-2)
     tokens = some_batch(config.vocab_size)["tokens"]
     grouped = llama.apply(params, tokens, config)
     full = replace(config, num_kv_heads=config.num_heads)

@@ -27,7 +27,8 @@ from pfx.errors import CheckpointError, message
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-THREADS = min(4, os.cpu_count() or 1)
+# Memory is what reading waits for: the second thread of a core, which counts as one here, adds nothing.
+THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 _GAP = 4096  # bytes between two wanted stretches that are read along: a page is what a disk reads
 _LARGE = 4 << 20  # bytes from which memory is asked for in large pages
 _LINE = 64  # the alignment that torch gives tensors; kernels may add up otherwise without it

@@ -25,6 +25,8 @@ from pfx.train import TrainState, TrainStep
 USUAL = 4  # batches before the alarming one that it is compared with
 LARGEST = 24  # leaves or layers shown, those with the largest gradients
 
+RANGES = ("zero", "subnormal", "overflow", "nonfinite")
+
 Restored = tuple[TrainState, Position]
 
 
@@ -126,7 +128,7 @@ def _of_repeating(around: Surroundings, culprit: Seen, history: History) -> dict
         "replayed": replayed,
         "grad_norm": here["grad_norm"],
         "usual_norm": usual["grad_norm"],
-        "overflow": max((leaf["overflow"] for leaf in here["gradients"].values()), default=0.0),
+        "ranges": {kind: _highest(here["gradients"], kind) for kind in RANGES},
         "layers": _largest(here["gradients"], usual["gradients"]),
     }
 
@@ -204,6 +206,11 @@ def _largest(here: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, lis
     # NaN first, whatever it is compared with.
     order = sorted(rows, key=lambda name: (rows[name][0] == rows[name][0], -rows[name][0]))
     return {name: rows[name] for name in order[:LARGEST]}
+
+
+def _highest(leaves: Mapping[str, Any], kind: str) -> float:
+    """The highest share of a leaf's elements that are of a kind."""
+    return max((leaf[kind] for leaf in leaves.values()), default=0.0)
 
 
 def _listed(ids: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def markdown(evidence: Evidence, verdict: Verdict, action: str) -> str:
         f"- learning rate: {_number(e.lr)}",
         f"- computed in: {e.precision or 'the dtype of the model'}",
         f"- loss scale: {_number(e.loss_scale)}",
-        f"- gradients beyond that dtype: {e.overflow:.2%}",
+        f"- gradients in that dtype, the highest share of any leaf: {_shares(e.ranges)}",
         f"- gradient norm of this batch: {_number(e.grad_norm)}; of a usual one: "
         f"{_number(e.usual_norm)} (same parameters)",
         "",
@@ -92,6 +92,10 @@ def _list(lines: Sequence[str]) -> list[str]:
 
 def _number(x: float | None) -> str:
     return "none" if x is None else f"{x:.6g}"
+
+
+def _shares(ranges: Mapping[str, float]) -> str:
+    return ", ".join(f"{share:.2%} {kind}" for kind, share in ranges.items()) or "not looked at"
 
 
 def _short(value: Any) -> str:

@@ -27,7 +27,8 @@ class Evidence:
         history: the numbers of the steps before, oldest first; the last are those of the step.
         precision: what the policy computes in, "float16".
         loss_scale: of the step; None without one.
-        overflow: the share of gradients that the computing dtype cannot hold.
+        ranges: of the gradients in the computing dtype, the shares that are zero, subnormal, overflow
+            or not finite; each the highest of any leaf.
         grad_norm: of this batch at the state before the step, or at the last checkpoint.
         usual_norm: of a usual batch at the same state.
         layers: gradient norms by leaf and layer, of this batch and of a usual one.
@@ -50,7 +51,7 @@ class Evidence:
     history: Sequence[Mapping[str, float]] = ()
     precision: str = ""
     loss_scale: float | None = None
-    overflow: float = 0.0
+    ranges: Mapping[str, float] = field(default_factory=dict)
     grad_norm: float | None = None
     usual_norm: float | None = None
     layers: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -117,8 +118,9 @@ def _bad_batch(e: Evidence) -> list[str]:
 def _fp16(e: Evidence) -> list[str]:
     if e.precision != "float16":
         return []
-    if e.overflow > 0:
-        return [f"{e.overflow:.1%} of the gradients are beyond float16"]
+    overflow = e.ranges.get("overflow", 0.0)
+    if overflow > 0:
+        return [f"{overflow:.1%} of a gradient's elements are beyond float16"]
     if e.loss_scale is not None and e.loss_scale <= 1:
         return [f"the loss scale has fallen to {e.loss_scale:g}"]
     return []

@@ -160,6 +160,8 @@ def test_after_a_rewind_training_goes_on_behind_the_bad_batch(source, tmp_path: 
     assert record["disagreeing"] == record["nonfinite"] == []
     assert record["grad_norm"] > 10 * record["usual_norm"]
     assert set(record["layers"]) == {"['embed']", "['head']"}
+    assert record["ranges"]["overflow"] == record["ranges"]["nonfinite"] == 0
+    assert record["ranges"]["zero"] > 0.9  # the batch of one token touches one row of 128
 
 
 def test_a_run_killed_after_a_rewind_does_not_meet_the_batch_again(source, tmp_path: Path):

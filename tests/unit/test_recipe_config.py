@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import pfx
-from models import gpt
+from models import gpt, llama
 from pfx.recipe import (
     Checkpoint,
     Data,
@@ -195,6 +195,21 @@ def test_a_resolved_config_is_read_back_and_says_where_settings_came_from(tmp_pa
     assert record["config"]["train"]["steps"] == 99
     assert resolved.changes(record, run) == []
     assert resolved.model_of(record, gpt.Config) == run.model.config
+
+
+def test_nested_settings_of_a_model_come_back():
+    sizes = dataclasses.replace(
+        llama.LLAMA3_8B,
+        rope_scaling=llama.RopeScaling(factor=8.0, original_seq_len=8192),
+        dtype=torch.bfloat16,
+    )
+    run = config(model=Model(module="models.llama", config=sizes))
+    record = json.loads(json.dumps(resolved.resolved(run, {})))
+    assert resolved.model_of(record, llama.Config) == sizes
+    assert (
+        overridden(run, ["model.config.rope_scaling.factor=32"]).model.config.rope_scaling.factor
+        == 32
+    )
 
 
 def test_a_changed_setting_is_shown_and_only_some_may_change():

@@ -95,6 +95,23 @@ def test_off_a_terminal_lines_are_plain(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == "step 1/3  loss   1.000000\n"
 
 
+def test_on_a_terminal_a_bar_follows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("rich")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "100")
+    with screen(4, every=1, progress=True) as sinks:
+        every = Several(*sinks)
+        for step in range(1, 5):
+            every.step(step, {"loss": 1.0})
+        every.event("checkpoint", 4, {"tier": "final"})
+        every.close()
+    shown = capsys.readouterr().out
+    assert "step 3/4  loss   1.000000" in shown and "4/4" in shown
+    assert "checkpoint at step 4: tier final" in shown
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_collected_and_handlers_are_put_back(number):
     before = signal.getsignal(number)

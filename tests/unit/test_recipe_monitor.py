@@ -174,7 +174,7 @@ GROWING = [{"grad_norm": 1.0}] * 8 + [{"grad_norm": 4.0}] * 5
         ({"same_bits": False, "deterministic": False, "oddities": ["x"]}, "bad batch"),
         ({"broken_moments": ["nu: -1"], "oddities": ["x"]}, "corrupted optimizer state"),
         ({"nonfinite_before": ["mu: 3 values"]}, "corrupted optimizer state"),
-        ({"precision": "float16", "overflow": 0.01}, "float16 range"),
+        ({"precision": "float16", "ranges": {"overflow": 0.01}}, "float16 range"),
         ({"precision": "float16", "loss_scale": 1.0}, "float16 range"),
         ({"oddities": ["rows 1 and 2 are the same"], "lr": 1.0, "history": GROWING}, "bad batch"),
         ({"grad_norm": 50.0, "usual_norm": 1.0}, "bad batch"),

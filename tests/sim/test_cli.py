@@ -52,6 +52,7 @@ def settings(names: list[str]) -> list[str]:
     return [word for name in names for word in ("--set", name)]
 
 
+@pytest.mark.timeout(300)
 def test_quick_start_pretrain_on_own_text(pfx_in: Pfx, tmp_path: Path):
     write(tmp_path / "data/docs.jsonl", most=40)
     made = pfx_in("tokenizer", "data/docs.jsonl", "--vocab-size", "300",
@@ -128,6 +129,7 @@ def hugging_face_model(folder: Path) -> None:
     )
 
 
+@pytest.mark.timeout(300)
 def test_quick_start_fine_tune_weights_on_chats(pfx_in: Pfx, tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     hugging_face_model(tmp_path / "weights")

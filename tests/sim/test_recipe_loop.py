@@ -80,6 +80,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, sessi
     return directory, session.train(config(directory))
 
 
+@pytest.mark.timeout(300)
 @hypothesis.settings(max_examples=3)
 @hypothesis.given(st.sets(st.integers(1, 11), min_size=1, max_size=2), st.booleans())
 def test_a_stopped_run_goes_on_to_the_same_bits(uninterrupted, tmp_path_factory, stops, background):

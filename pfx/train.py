@@ -25,7 +25,8 @@ from pfx.lax import constrain, label, scan
 from pfx.lax.remat_loops import remat_loops
 from pfx.mesh import Mesh
 from pfx.optim.base import widen
-from pfx.plan import DATA, PIPELINE, Plan
+from pfx.placement import Placement
+from pfx.plan import DATA, Plan
 from pfx.precision import loss_scale, refresh_masters
 from pfx.schedules import Timeline
 from pfx.spec import P
@@ -114,50 +115,20 @@ class TrainStep:
         return eval_shape(self._fresh_state, random.key(0))
 
     @cached_property
+    def placement(self) -> Placement:
+        """Where the parameters and what mirrors them lie."""
+        return Placement(self.plan, self.axes, self.shapes.params, self.mesh)
+
+    @property
     def report(self) -> list[str]:
         """What the plan could not split, one line each."""
-        lines: list[str] = []
-        self.plan.compute_specs(self.axes, self.shapes.params, self.mesh, lines)
-        self._specs(stage=1, kept=True, report=lines)
-        return lines
-
-    @cached_property
-    def compute_specs(self) -> Any:
-        """The spec each parameter is computed with."""
-        return self.plan.compute_specs(self.axes, self.shapes.params, self.mesh, [])
-
-    def _specs(self, *, stage: int, kept: bool, report: list[str] | None = None) -> Any:
-        """The specs of what ZeRO shards from a stage on, in a step or kept between steps.
-
-        What the stages of a pipeline share, such as a tied embedding, is split over them while it
-        is kept: none holds the whole of what another one uses.
-        """
-        over = [DATA] * (self.plan.zero >= stage) + [PIPELINE] * (kept and self.plan.pp > 1)
-        report = [] if report is None else report
-        return self.plan.sharded_specs(self.axes, self.shapes.params, self.mesh, report, over)
+        return self.placement.report
 
     @cached_property
     def state_specs(self) -> TrainState:
         """Where parameters and optimizer state are kept between steps."""
-        moments = self._specs(stage=1, kept=True)
-        state = self._mirrored(self.shapes.opt_state, moments)
-        return TrainState(self._specs(stage=3, kept=True), state, P(), P())
-
-    def _mirrored(self, opt_state: Any, specs: Any) -> Any:
-        """Give each leaf of the optimizer state the spec of the parameter it mirrors, if any."""
-        pairs, _ = tree.flatten_with_path(self.shapes.params)
-        flat = tree.leaves(specs, lambda node: isinstance(node, P))
-        known = [
-            (path, tuple(leaf.shape), spec) for (path, leaf), spec in zip(pairs, flat, strict=True)
-        ]
-
-        def spec_of(path: tree.Path, leaf: Any) -> P:
-            for suffix, shape, spec in known:
-                if path[len(path) - len(suffix) :] == suffix and tuple(leaf.shape) == shape:
-                    return spec
-            return P()
-
-        return tree.map_with_path(spec_of, opt_state)
+        mirrored = self.placement.mirrored(self.shapes.opt_state)
+        return TrainState(self.placement.kept, mirrored, P(), P())
 
     def batch_specs(self, batch: Any) -> Any:
         """Every leaf split on dim 0 as the logical name "batch" says."""
@@ -315,7 +286,7 @@ class TrainStep:
         if (
             self.plan.policy.reduces_in_16_bits
         ):  # now: a sum is else made after a cast that widens it
-            grads = constrain(grads, self._specs(stage=1, kept=True))
+            grads = constrain(grads, self.placement.updated)
         mean = torch.where(weight > 0, 1 / torch.where(weight > 0, weight, 1).double(), 0)
         back = mean if scale is None else mean * shrunk
         grads = tree.map(lambda g: g * back.to(g.dtype), widen(grads))
@@ -359,15 +330,15 @@ class TrainStep:
 
         # ZeRO 2 and 3 compute with whole parameters and keep sharded gradients.
         sharded = self.plan.zero >= 2 and self.mesh.shape.get(DATA, 1) > 1
-        whole = constrain(computed, self.compute_specs) if sharded else computed
+        whole = constrain(computed, self.placement.computed) if sharded else computed
         grads, (loss_sum, weight, metrics) = torch.func.grad(loss, has_aux=True)(whole)
         grads = self.plan.policy.reduced(grads)
-        grads = constrain(grads, self._specs(stage=2, kept=False)) if sharded else grads
+        grads = constrain(grads, self.placement.gradients) if sharded else grads
         return label(grads, "gradients"), loss_sum, weight, metrics
 
     def _used(self, params: Any) -> Any:
         """The parameters of a step: all that a stage of the pipeline needs is with it."""
-        return constrain(params, self._specs(stage=3, kept=False)) if self.plan.pp > 1 else params
+        return constrain(params, self.placement.used) if self.plan.pp > 1 else params
 
     def _sums(self, params: Any, batch: Any, key: torch.Tensor) -> tuple[Any, ...]:
         """What the loss returns, wide enough to be added up."""

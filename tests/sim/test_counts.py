@@ -106,7 +106,7 @@ def whole_parameters(case: Case) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The parameters that tp does not split, but for the table of positions."""
     train = case.train()
     shapes, _ = pfx.tree.flatten_with_path(train.shapes.params)
-    specs = pfx.tree.leaves(train.compute_specs, lambda node: isinstance(node, P))
+    specs = pfx.tree.leaves(train.placement.computed, lambda node: isinstance(node, P))
     for (path, leaf), spec in zip(shapes, specs, strict=True):
         if "tp" not in spec and "positions" not in pfx.tree.path_string(path):
             yield pfx.tree.path_string(path), tuple(leaf.shape)
@@ -119,7 +119,7 @@ def parameters(case: Case, *, layer: bool) -> Bill:
     """The local shapes of the parameters in the layers (one layer's slice), or of the others."""
     train, found = case.train(), Counter[tuple[str, tuple[int, ...]]]()
     pairs, _ = pfx.tree.flatten_with_path(train.shapes.params)
-    specs = pfx.tree.leaves(train.compute_specs, lambda node: isinstance(node, P))
+    specs = pfx.tree.leaves(train.placement.computed, lambda node: isinstance(node, P))
     for (path, leaf), spec in zip(pairs, specs, strict=True):
         shape = list(leaf.shape)
         for dim, entry in enumerate(spec):

@@ -77,7 +77,7 @@ def test_gradients(case: Case) -> None:
     compiled = pfx.jit(
         torch.func.grad(loss),
         mesh=train.mesh,
-        in_specs=(train.compute_specs, train.batch_specs(batch)),
+        in_specs=(train.placement.computed, train.batch_specs(batch)),
         names=train.plan.logical_names,
     )
     found = pfx.device_get(compiled(params, batch))

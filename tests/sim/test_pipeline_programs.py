@@ -64,7 +64,7 @@ def parameters(case: Case) -> Iterator[tuple[int, bool]]:
     leaves = pfx.tree.leaves(train.shapes.params)
     used, kept = (
         pfx.tree.leaves(specs, lambda node: isinstance(node, P))
-        for specs in (train.compute_specs, train.state_specs.params)
+        for specs in (train.placement.computed, train.state_specs.params)
     )
     for leaf, spec, between in zip(leaves, used, kept, strict=True):
         if "pp" not in spec.axes:

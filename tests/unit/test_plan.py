@@ -17,6 +17,7 @@ from models import gpt, llama
 from pfx import P, Plan, ShapeDtype
 from pfx.errors import MeshError, ShardingError
 from pfx.lax.remat_loops import remat_loops, remat_of_loops
+from pfx.placement import Placement
 from pfx.spec import layout_of
 from tests.common import Case
 
@@ -198,14 +199,14 @@ make_train_step: mesh dp=4 tp=1 is not the plan's.
   fix: mesh=plan.mesh(kind=..., device=...), or other sizes in the plan""",
     ),
     "names of another rank": (
-        lambda: step_of(Plan(), axes={"w": "embed"}).compute_specs,
+        lambda: step_of(Plan(), axes={"w": "embed"}).placement.computed,
         """\
 axes: params['w'] names 1 dims, the parameter has 2.
   axes: 'embed'
   shape: (4, 6)""",
     ),
     "an unknown name": (
-        lambda: step_of(Plan(), axes={"w": "embed mpl"}).compute_specs,
+        lambda: step_of(Plan(), axes={"w": "embed mpl"}).placement.computed,
         """\
 constrain('embed mpl'): the logical name 'mpl' is not mapped to anything.
   known names: batch, embed, head_dim, heads, kv_heads, layers, mlp, positions, qkv, seq, tokens, vocab
@@ -232,7 +233,7 @@ def test_error_texts(name: str) -> None:
 
 def test_axes_that_do_not_match_the_parameters_name_the_path() -> None:
     with pytest.raises(ShardingError) as caught:
-        _ = step_of(Plan(), axes={"v": "embed mlp"}).compute_specs
+        _ = step_of(Plan(), axes={"v": "embed mlp"}).placement.computed
     assert str(caught.value).startswith("make_train_step: axes do not match the parameters.")
     assert "'w'" in str(caught.value)
 
@@ -284,3 +285,46 @@ def test_a_loop_in_a_body_keeps_what_it_saves() -> None:
         pfx.scan(outer, torch.ones(2), length=2)
         assert remat_of_loops() == "full"
     assert seen == [None]
+
+
+def test_state_mirrors_the_parameter_at_the_end_of_its_path_with_rows_and_columns_apart() -> None:
+    """A name may be that of several parameters; a mean over a dim leaves one of it."""
+    axes = {"w": "vocab embed", "z": {"w": "embed vocab"}}
+    sizes = ShapeDtype((8, 4))
+    placement = Placement(
+        Plan(tp=2), axes, {"w": sizes, "z": {"w": sizes}}, Plan(tp=2).mesh(kind="abstract")
+    )
+    shapes = lambda shape: {"w": ShapeDtype(shape), "z": {"w": ShapeDtype(shape)}}
+    found = placement.mirrored({
+        "mean": shapes((8, 4)), "row": shapes((8, 1)), "column": shapes((1, 4)),
+        "count": ShapeDtype(()), "other": shapes((4, 8)),
+    })  # fmt: skip
+    assert found == {
+        "mean": {"w": P("tp", None), "z": {"w": P(None, "tp")}},
+        "row": {"w": P("tp", None), "z": {"w": P(None, None)}},
+        "column": {"w": P(None, None), "z": {"w": P(None, "tp")}},
+        "count": P(),
+        "other": {"w": P(), "z": {"w": P()}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("plan", "kept", "updated", "used"),
+    [
+        (Plan(pp=2), P("pp", None), P("pp", None), P(None, None)),
+        (Plan(pp=2, dp=2), P(None, "pp"), P(None, "pp"), P(None, None)),
+        (Plan(pp=2, dp=2, zero=1), P(None, "pp"), P("dp", "pp"), P(None, None)),
+        (Plan(pp=2, dp=2, zero=3), P("dp", "pp"), P("dp", "pp"), P("dp", None)),
+        (Plan(pp=2, dp=2, tp=2), P(("tp", "pp"), None), P(("tp", "pp"), None), P("tp", None)),
+    ],
+    ids=["alone", "beside dp", "zero 1", "zero 3", "beside tp"],
+)
+def test_what_stages_share_is_split_over_them_while_it_is_kept(
+    plan: Plan, kept: P, updated: P, used: P
+) -> None:
+    axes, table = {"table": "vocab embed"}, {"table": ShapeDtype((16, 8))}
+    placement = Placement(plan, axes, table, plan.mesh(kind="abstract"))
+    assert placement.kept["table"] == kept
+    assert placement.updated["table"] == updated
+    assert placement.used["table"] == used
+    assert placement.report == []

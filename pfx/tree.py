@@ -66,13 +66,22 @@ def _open(node: Any) -> tuple[Any, Any, list[str], list[Any]] | None:
         return None
     children, context = entry.flatten_fn(node)
     children = list(children)
-    if dataclasses.is_dataclass(node):
-        names = [f".{field.name}" for field in dataclasses.fields(node)]
-    else:
-        names = []
+    names = _registered_names(node, entry)
     if len(names) != len(children):
         names = [f"[{i}]" for i in range(len(children))]
     return kind, context, names, children
+
+
+def _registered_names(node: Any, entry: Any) -> list[str]:
+    """The names of a registered node's children; none where it does not say.
+
+    Of an OrderedDict or a defaultdict they are its keys: its order says nothing of what is what.
+    """
+    if dataclasses.is_dataclass(node):
+        return [f".{field.name}" for field in dataclasses.fields(node)]
+    if entry.flatten_with_keys_fn is None:
+        return []
+    return [_torch_pytree.keystr((key,)) for key, _ in entry.flatten_with_keys_fn(node)[0]]
 
 
 def _close(treedef: TreeDef, children: list[Any]) -> Any:
@@ -200,9 +209,8 @@ def match(treedef: TreeDef, other: Any, paths: list[Path]) -> list[Any]:
         if (definition.keys and tuple(keys) != definition.keys) or len(keys) != len(names):
             missing = [k for k in names if k not in keys]
             extra = [k for k in keys if k not in names]
-            raise TreeError(
-                f"{path_string(path) or 'the tree'}: keys differ; missing {missing}, extra {extra}"
-            )
+            how = f"missing {missing}, extra {extra}" if missing or extra else "their order"
+            raise TreeError(f"{path_string(path) or 'the tree'}: keys differ; {how}")
         for key, child_def, child in zip(keys, definition.children, children, strict=True):
             walk(child_def, child, (*path, key))
 

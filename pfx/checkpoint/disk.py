@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from pathlib import Path
 
 from pfx.errors import CheckpointError, message
@@ -39,11 +40,16 @@ def read_whole(path: Path, limit: int = LARGEST_MANIFEST) -> bytes:
     """The bytes of a small file.
 
     Raises:
-        CheckpointError: it is missing, cannot be read, or is longer than `limit`.
+        CheckpointError: it is missing, no file, cannot be read, or is longer than `limit`.
     """
     try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        # Opening a pipe would otherwise wait for somebody who writes to it.
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(handle, "rb") as file:
+            status = os.fstat(handle)
+            size = status.st_size
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(message(str(path), "is no ordinary file."))
             if size > limit:
                 raise CheckpointError(
                     message(str(path), f"has {size} bytes; at most {limit} were expected.")

@@ -64,7 +64,9 @@ def fill(room: Room, sources: Sequence[Source], start: int) -> None:
 def _copy(room: Room, data: torch.Tensor) -> None:
     bits = as_bits(data)
     if bits.device.type == "cpu" and bits.is_contiguous():
-        np.copyto(room, bits.view(-1).view(torch.uint8).numpy())
+        # Not view(-1), which keeps the stride of a single element.
+        flat = bits.as_strided((bits.numel(),), (1,))
+        np.copyto(room, flat.view(torch.uint8).numpy())
     else:
         target = torch.from_numpy(room).view(bits.dtype).view(bits.shape)
         target.copy_(bits, non_blocking=True)

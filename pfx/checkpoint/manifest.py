@@ -23,6 +23,13 @@ FORMAT = "pfx checkpoint"
 VERSION = 1
 ALIGNMENT = 4096  # of each piece in its file
 SHARD = re.compile(r"\d{5,}\.bin")
+_HEAD = {
+    "nonce": (str,),
+    "saved": (int,),
+    "tier": (str,),
+    "metric": (float, type(None)),
+    "higher": (bool,),
+}
 
 
 @dataclass(frozen=True)
@@ -193,7 +200,11 @@ def _head(found: Any) -> Head:
         if not isinstance(name, str) or not SHARD.fullmatch(name):
             raise Broken(f"names the file {name!r}, which is no shard.")
     head = Head(**found, files=files)
+    for name, kinds in _HEAD.items():
+        if type(getattr(head, name)) not in kinds:
+            raise Broken(f"has {getattr(head, name)!r} for its {name}.")
     _size(head.step)
+    _size(head.saved)
     return head
 
 
@@ -223,12 +234,16 @@ def _leaf(found: Any, files: Sequence[str]) -> Leaf:
     if not all(isinstance(key, str) for key in path):
         raise Broken(f"has a leaf whose path is {path!r}.")
     if kind in PYTHON_KINDS:
+        if not isinstance(found[2], bytes):  # of a number, bytes() would make so many zeros
+            raise Broken(f"{''.join(path)}: a {kind} that is no bytes.")
         decode(kind, found[2])
         return Leaf(path, kind, value=found[2])
     _, _, dtype, shape, spec, pieces = found
     if kind not in TENSOR_KINDS or dtype not in DTYPES:
         raise Broken(f"{''.join(path)}: this torch has no {kind} of dtype {dtype!r}.")
     shape = tuple(_size(n) for n in shape)
+    if not math.prod(shape):  # no piece tells its size, and its strides must fit all the same
+        _size(math.prod(max(n, 1) for n in shape))
     spec = tuple(tuple(str(axis) for axis in axes) for axes in spec)
     leaf = Leaf(path, kind, dtype, shape, spec)
     if spec and len(spec) != len(shape):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,13 @@ from pfx.checkpoint.directory import (
 from pfx.checkpoint.disk import sync_folder
 from pfx.checkpoint.manifest import Head
 from pfx.errors import CheckpointError, message
+
+# What an attempt to save, or to remove, can leave; other files are not ours, however they are called.
+_LEFT = re.compile(
+    rf"(?:{re.escape(UNFINISHED)}|{re.escape(DISCARDED)})step-\d{{8,18}}(?:~\d+)?-[0-9a-f]+"
+    rf"|\.?{re.escape(UNFINISHED)}failed-\d{{5,}}-[0-9a-f]+(?:-[0-9a-f]+)?"
+    r"|\.latest-[0-9a-f]+"
+)
 
 TIERS = ("temporary", "regular", "best", "final")
 
@@ -94,7 +102,6 @@ def discard(path: Path) -> None:
 def clean(directory: Path, nonce: str) -> None:
     """Remove what killed attempts have left; `nonce` is of the attempt that is being made."""
     for name in os.listdir(directory):
-        left = name.startswith((UNFINISHED, DISCARDED, ".latest-"))
-        if left and not name.endswith(nonce):
+        if _LEFT.fullmatch(name) and nonce not in name:
             path = directory / name
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()

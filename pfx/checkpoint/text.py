@@ -31,9 +31,7 @@ def listing(directory: str | Path) -> str:
             rows.append((place.path.name, "incomplete", "", "", ""))
             continue
         metric = "" if head.metric is None else f"{head.metric:g}"
-        saved = datetime.fromtimestamp(head.saved / 1e9, UTC)
-        rows.append((place.path.name, head.tier, size_text(head.nbytes),
-                     f"{saved:%Y-%m-%d %H:%M:%S} UTC", metric))  # fmt: skip
+        rows.append((place.path.name, head.tier, size_text(head.nbytes), _time(head.saved), metric))
     if not rows:
         return f"no steps in {directory}"
     lines = aligned([("step", "tier", "size", "saved", "metric"), *rows])
@@ -60,7 +58,7 @@ def contents(directory: str | Path, step: int | None = None) -> str:
     ]
     lines += aligned([(path_string(leaf.path) or ".", *_leaf(leaf)) for leaf in found.leaves])
     if found.metadata is not None:
-        lines += ["metadata:", json.dumps(found.metadata, indent=2, default=repr)]
+        lines += ["metadata:", json.dumps(_named(found.metadata), indent=2, default=repr)]
     return "\n".join(lines)
 
 
@@ -102,6 +100,21 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def _time(saved: int) -> str:
+    try:
+        return f"{datetime.fromtimestamp(saved / 1e9, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (ValueError, OverflowError):
+        return "no date"
+
+
+def _named(value: Any) -> Any:
+    """Metadata with keys that JSON has."""
+    if isinstance(value, dict):
+        keys = {key: key if isinstance(key, str) else repr(key) for key in value}
+        return {keys[key]: _named(item) for key, item in value.items()}
+    return [_named(item) for item in value] if isinstance(value, list) else value
 
 
 def _leaf(leaf: Leaf) -> tuple[str, str]:

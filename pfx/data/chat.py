@@ -100,6 +100,8 @@ def encode_chat(
     tokens, offsets = tokenizer.encode_with_offsets(text)
     mask = np.zeros(len(tokens), np.uint8)
     for start, end in spans:
+        if start == end:
+            continue  # nothing was written there, and a token around it is another's
         mask[(offsets[:, 0] < end) & (offsets[:, 1] > start)] = 1
     return tokens, mask
 

@@ -16,7 +16,9 @@ from pfx.data.error import DataError
 from pfx.errors import message
 
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% for message in messages %}{% if message.content is not string %}"
+    "{{ raise_exception('the content of a message is no text') }}{% endif %}"
+    "<|im_start|>{{ message.role }}\n"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>"
     "{% endgeneration %}{% else %}{{ message.content }}<|im_end|>{% endif %}\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -131,23 +133,33 @@ class _Compiled(NamedTuple):
     """A template whose generation blocks come out between two strings that no text can hold."""
 
     template: Any
+    nonce: str
     begin: str
     end: str
     marked: bool
 
     def unmarked(self, text: str) -> Rendered:
-        """Take the marks out of a text, and return where they were."""
-        clean, spans = [], []
-        length = 0
+        """Take the marks out of a text, and return where they were.
+
+        Raises:
+            TemplateFailure: they are not in pairs, one after the other.
+        """
         first, *rest = text.split(self.begin)
-        clean.append(first)
+        clean, spans = [first], []
         length = len(first)
         for part in rest:
-            learnt, _, after = part.partition(self.end)
+            learnt, *after = part.split(self.end)
+            if len(after) != 1:
+                raise TemplateFailure(
+                    "a {% generation %} is within another, or left before its end"
+                )
             spans.append((length, length + len(learnt)))
-            clean += [learnt, after]
-            length += len(learnt) + len(after)
-        return Rendered("".join(clean), spans)
+            clean += [learnt, after[0]]
+            length += len(learnt) + len(after[0])
+        whole = "".join(clean)
+        if self.nonce in whole.lower():
+            raise TemplateFailure("a filter has changed what is within a {% generation %}")
+        return Rendered(whole, spans)
 
 
 def _compile(source: str, name: str) -> _Compiled:
@@ -183,7 +195,7 @@ def _compile(source: str, name: str) -> _Compiled:
     except jinja2.TemplateSyntaxError as error:
         what = f"is no Jinja template: {error.message}."
         raise DataError(message(f"{name}, line {error.lineno},", what)) from error
-    return _Compiled(template, begin, end, bool(marks))
+    return _Compiled(template, nonce, begin, end, bool(marks))
 
 
 def _raise(text: str) -> None:
@@ -227,8 +239,8 @@ def load_chat_template(path: str | os.PathLike[str]) -> ChatTemplate:
         return ChatTemplate(_read(alone), variables, str(alone))
     source = config.get("chat_template")
     if isinstance(source, list):  # of several templates by name
-        named = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
-        source = named.get("default")
+        named = (one for one in source if isinstance(one, dict) and one.get("name") == "default")
+        source = next(named, {}).get("template")
     if not isinstance(source, str):
         what = "has no chat template."
         fix = "give a file with a Jinja template, or pfx.data.ChatTemplate(pfx.data.CHATML)"

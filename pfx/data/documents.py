@@ -18,7 +18,8 @@ from pfx.errors import message
 MASK_SUFFIX = "_mask"
 """``PREFIX_mask`` holds a 1 for each token of ``PREFIX`` that is learnt, and a 0 for the others."""
 
-_NUMBER = re.compile(r"\d{1,18}(\.\d{1,18})?|\.\d{1,18}")
+_NUMBER = re.compile(r"\d{1,18}(\.\d{1,24})?|\.\d{1,24}")
+_FLOAT = re.compile(rf"({_NUMBER.pattern})(e[+-]?\d{{1,3}})?")  # as Python writes any float
 _BLOCK = 1 << 20
 
 
@@ -49,6 +50,9 @@ class Documents:
         """
         name = os.fspath(prefix)
         dataset = IndexedDataset.open(name)
+        if dataset.dtype.kind not in "iu":
+            what = f"holds {dataset.dtype.name}; token ids are integers."
+            raise DataError(message(f"{name}.idx", what))
         mask = None
         if pair(name + MASK_SUFFIX)[1].exists():
             mask = IndexedDataset.open(name + MASK_SUFFIX)
@@ -113,7 +117,8 @@ def split_sizes(count: int, fractions: str | Sequence[float]) -> list[int]:
     ([1201, 150, 150], [10, 0, 0])
     """
     parts = fractions.split(",") if isinstance(fractions, str) else [str(f) for f in fractions]
-    shares = [_fraction(part.strip(), parts) for part in parts]
+    form = _NUMBER if isinstance(fractions, str) else _FLOAT
+    shares = [_fraction(part.strip(), form, parts) for part in parts]
     if not sum(shares):
         what = f"{','.join(parts)!r} has no part above 0."
         raise DataError(message("split:", what, fix='"98,1,1"'))
@@ -131,8 +136,8 @@ def largest_remainder(count: int, shares: Sequence[Fraction]) -> list[int]:
     return sizes
 
 
-def _fraction(part: str, parts: Sequence[str]) -> Fraction:
-    if not _NUMBER.fullmatch(part):
+def _fraction(part: str, form: re.Pattern[str], parts: Sequence[str]) -> Fraction:
+    if not form.fullmatch(part):
         what = f"{','.join(parts)!r} has {part!r} for a number of at least 0."
         raise DataError(message("split:", what, fix='"98,1,1"'))
     return Fraction(part)

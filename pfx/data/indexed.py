@@ -202,8 +202,8 @@ def _check_index(
             f"{document_indices[-1]}, not from 0 up to {header.sequences}",
         )
     for first in range(0, header.documents, _BLOCK):
-        steps = np.diff(document_indices[first : first + _BLOCK + 1])
-        if (wrong := _first(steps < 0)) is not None:
+        entries = document_indices[first : first + _BLOCK + 1]
+        if (wrong := _first(entries[1:] < entries[:-1])) is not None:  # differences can overflow
             raise _damaged(idx_path, f"document {first + wrong} ends before it begins")
 
 

@@ -61,7 +61,7 @@ class IndexedWriter:
         self._bin = _open_locked(self._bin_part)
         # Without a name, so that a killed run leaves nothing of them.
         self._lengths: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-        self._documents: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # noqa: SIM115
+        self._documents: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
         self._documents.write(np.zeros(1, "<i8").tobytes())
         self.num_sequences = 0
         self.num_documents = 0
@@ -76,15 +76,12 @@ class IndexedWriter:
 
     def add_document(self, *sequences: Sequence[int] | np.ndarray) -> None:
         """Add one document of any number of sequences."""
-        arrays = [np.asarray(sequence, self._wide) for sequence in sequences]
-        joined = np.concatenate([np.empty(0, self._wide), *arrays])
+        arrays = [np.asarray(sequence) for sequence in sequences]
+        filled = [array for array in arrays if len(array)]  # of no elements the dtype says nothing
+        joined = np.concatenate(filled) if filled else np.empty(0, self.dtype)
         self._add_sequences(joined, np.array([len(array) for array in arrays], np.int64))
         self._documents.write(np.array([self.num_sequences], "<i8").tobytes())
         self.num_documents += 1
-
-    @property
-    def _wide(self) -> type:
-        return np.int64 if self.dtype.kind in "iu" else np.float64
 
     def _add_sequences(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         if len(tokens) != int(lengths.sum()):
@@ -92,6 +89,9 @@ class IndexedWriter:
         if len(lengths) and int(lengths.max()) > _INT32_MAX:
             what = f"has {int(lengths.max())} tokens; the format counts up to {_INT32_MAX}."
             raise DataError(message(f"{self.bin_path}: a sequence", what))
+        if self.dtype.kind in "iu" and not _whole(tokens):
+            what = f"are {tokens.dtype.name}, and would be cut to {self.dtype.name}."
+            raise DataError(message(f"{self.bin_path}: tokens", what, fix="give integers"))
         self._check_range(tokens)
         self._bin.write(np.ascontiguousarray(tokens, self.dtype).data)
         self._lengths.write(np.ascontiguousarray(lengths, "<i4").data)
@@ -184,6 +184,13 @@ def finish_together(writers: Sequence[IndexedWriter], *, stale: Sequence[Path] =
     _sync_folders(folders)
 
 
+def _whole(tokens: np.ndarray) -> bool:
+    """Whether all tokens are whole numbers."""
+    if tokens.dtype.kind == "f":
+        return bool((np.isfinite(tokens) & (np.trunc(tokens) == tokens)).all())
+    return tokens.dtype.kind in "iub"
+
+
 def _code(dtype: np.dtype) -> int:
     for code, known in DTYPE_CODES.items():
         if known == dtype:
@@ -201,6 +208,9 @@ def _open_locked(path: Path) -> IO[bytes]:
     file = open(path, "ab")  # noqa: SIM115 (closed by the writer)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The other run may have finished just now: what is open is then its whole file.
+        if not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            raise FileExistsError(path)
     except OSError as error:
         file.close()
         what = "is being written by another run."

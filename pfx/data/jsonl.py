@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -58,10 +59,14 @@ def total_size(files: Sequence[str | os.PathLike[str]]) -> int:
     for file in files:
         try:
             with open(file, "rb") as handle:
-                total += os.fstat(handle.fileno()).st_size
+                status = os.fstat(handle.fileno())
         except OSError as error:
             what = f"cannot be read: {error.strerror}."
             raise DataError(message(os.fspath(file), what)) from error
+        if not stat.S_ISREG(status.st_mode):  # a pipe has no size, and would be read as empty
+            fix = "write what comes out of it to a file first"
+            raise DataError(message(os.fspath(file), "is no ordinary file.", fix=fix))
+        total += status.st_size
     return total
 
 

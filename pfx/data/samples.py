@@ -78,7 +78,11 @@ def permutation(seed: int, epoch: int, stream: int, count: int) -> np.ndarray:
     >>> permutation(1, 0, 0, 5), permutation(1, 1, 0, 5)
     (array([2, 1, 3, 4, 0]), array([1, 2, 3, 0, 4]))
     """
-    key = random.fold_in(random.fold_in(random.key(seed, device="cpu"), stream), epoch)
+    key = random.fold_in(random.key(seed, device="cpu"), stream)
+    high, low = divmod(epoch, 1 << 32)
+    key = random.fold_in(key, low)
+    if high:
+        key = random.fold_in(key, high)
     return random.permutation(key, count).numpy()
 
 

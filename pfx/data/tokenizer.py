@@ -156,6 +156,7 @@ class FileTokenizer:
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a text, and (ids, 2) where in it each begins and ends, in characters."""
+        text.encode()  # half of a surrogate pair is a UnicodeEncodeError, as for bytes
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
         offsets = np.array(encoded.offsets, np.int64).reshape(-1, 2)
         return np.array(encoded.ids, np.int64), offsets

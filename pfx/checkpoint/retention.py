@@ -87,6 +87,9 @@ def retire(directory: Path, saved: Place, keep: int | None) -> None:
         except CheckpointError:  # damaged: not ours to judge, unless it has just been saved anew
             if place.step == saved.step:
                 discard(place.path)
+    if saved not in heads:
+        what = "is gone again: something else saves into this directory, or removes from it."
+        raise CheckpointError(message(str(saved.path), what, fix="a directory for each run"))
     for place in superfluous(heads, saved, keep):
         discard(place.path)
 

@@ -32,7 +32,7 @@ def evaluator(
             for batch in map(batches, range(count))
         ]
         weight = math.fsum(weight for _, weight in sums)
-        loss = math.fsum(loss for loss, _ in sums) / weight if weight else 0.0
+        loss = math.fsum(loss for loss, _ in sums) / weight if weight else math.nan
         return {"loss": loss, "perplexity": _exp(loss), "weight": weight, "batches": count}
 
     return evaluate
@@ -60,4 +60,4 @@ def _forward(train: TrainStep) -> Callable[[Any], Jitted]:
 
 
 def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
+    return math.inf if x >= 700 else math.exp(x)

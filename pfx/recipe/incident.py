@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -144,8 +145,17 @@ def _replay(
     same = True
     for step in steps:
         state, metrics = around.train.step(state, around.batches(known[step].data_step))
-        same &= float(metrics["loss"]) == known[step].numbers["loss"]
+        same &= same_number(float(metrics["loss"]), known[step].numbers["loss"])
     return state, same, f"from step {at.step} on"
+
+
+def same_number(one: float, other: float) -> bool:
+    """Whether two losses are the same; that of a skipped step may be NaN both times.
+
+    >>> same_number(math.nan, math.nan), same_number(1.0, math.nan)
+    (True, False)
+    """
+    return one == other or (math.isnan(one) and math.isnan(other))
 
 
 def same_bits(train: TrainStep, state: TrainState, batch: Any) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -90,12 +92,23 @@ class JsonLines:
 
     Steps after a resume may be there twice: the later line counts. Numbers that are not finite,
     which JSON does not have, are strings.
+
+    Raises:
+        ConfigError: another run is writing it.
     """
 
     def __init__(self, path: Path) -> None:
-        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
         self.file = path.open("a")
-        if torn:  # killed while it wrote
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.file.close()
+            fix = "wait for it, or another directory: --set directory=runs/another"
+            what = "is being written by another run."
+            raise ConfigError(message(f"{path}:", what, fix=fix)) from None
+        except OSError:
+            pass  # a file system without locks
+        if _torn(path):  # killed while it wrote
             self.file.write("\n")
 
     def _write(self, record: Mapping[str, Any]) -> None:
@@ -113,6 +126,15 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         self.file.close()
+
+
+def _torn(path: Path) -> bool:
+    """Whether the last line of a file has no end."""
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def _json(value: Any) -> Any:

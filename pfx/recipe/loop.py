@@ -6,6 +6,7 @@ before anything that depends on them (a checkpoint, an evaluation, the end) they
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -107,34 +108,72 @@ class Outcome(NamedTuple):
 def loop(job: Job, state: TrainState, at: Position, sink: Sink, stop: Stop) -> Outcome:
     """Train from a position to the last step, or until all ranks have been asked to stop."""
     history, unread, round = History(), None, 0
+    held = [state]
+    del state  # an incident may empty `held`, and then nothing else keeps the state
     while at.step < job.run.train.steps:
         if job.save.failed():
             stop.ask("a checkpoint could not be written")  # so that all ranks raise it together
         reason = stopping(job.world, stop, round)
         if reason and unread is None:
-            job.save(state, at, "temporary")
-            return Outcome("stopped", reason, state, at)
-        alarms: tuple[Alarm, ...] = ()
+            job.save(held[0], at, "temporary")
+            return Outcome("stopped", reason, held[0], at)
+        course = _Course(at)
         if not reason:
             started = time.perf_counter()
             batch = job.batches(at.data_step)
-            state, metrics = job.train.step(state, batch)
+            held[0], metrics = job.train.step(held[0], batch)
             at, earlier = at.advanced(), unread
             unread, round = Unread(at, metrics, _tokens(batch), started), round + 1
-            at, alarms = _read(job, at, earlier, started, history, sink)
-        if unread is not None and not alarms and (reason or due(job.run, at.step)):
-            (at, alarms), unread = _read(job, at, unread, None, history, sink), None
-        if alarms:
-            held = [state]
-            del state, unread
-            found = job.rewind(held, at, history, alarms)
-            if found is None:
-                return Outcome("failed", str(alarms[0]), held[0] if held else None, at)
-            (state, at), unread = found, None
-            history.forget_after(at.step)
+            course = _looked(job, held, at, earlier, started, history, sink)
+        if unread is not None and course.on and (reason or due(job.run, at.step)):
+            course, unread = _looked(job, held, course.at, unread, None, history, sink), None
+        at = course.at
+        if course.failed:
+            return Outcome("failed", course.failed, held[0] if held else None, at)
+        if course.back:
+            unread = None
         elif unread is None and not reason:
-            at = _between(job, state, at, sink)
-    return Outcome("done", "", state, at)
+            at = _between(job, held[0], at, sink)
+    return Outcome("done", "", held[0], at)
+
+
+class _Course(NamedTuple):
+    """Where a run goes on: at an earlier step when `back`, not at all when it has `failed`."""
+
+    at: Position
+    back: bool = False
+    failed: str = ""
+
+    @property
+    def on(self) -> bool:
+        """Whether nothing is undone."""
+        return not self.back and not self.failed
+
+
+def _looked(
+    job: Job,
+    held: list[TrainState],
+    at: Position,
+    unread: Unread | None,
+    ended: float | None,
+    history: History,
+    sink: Sink,
+) -> _Course:
+    """Read a step's numbers, and answer what is alarming in them; `held` has the state to go on with.
+
+    An alarm that is only reported undoes nothing: the step that runs meanwhile is read as any other.
+    """
+    at, alarms = _read(job, at, unread, ended, history, sink)
+    if not alarms:
+        return _Course(at)
+    found = job.rewind(held, at, history, alarms)
+    if found is None:
+        return _Course(at, failed=str(alarms[0]))
+    held[:] = [found[0]]
+    back = found[1].step < at.step
+    if back:
+        history.forget_after(found[1].step)
+    return _Course(found[1], back)
 
 
 def due(run: Run, step: int) -> bool:
@@ -172,30 +211,34 @@ def _read(
 
 
 def _between(job: Job, state: TrainState, at: Position, sink: Sink) -> Position:
-    """Evaluate and save what is due after a step whose numbers are known and not alarming."""
+    """Evaluate and save what is due after a step whose numbers are known, and which stays."""
     settings, last = job.run.checkpoint, at.step == job.run.train.steps
     better = False
     if job.evaluate is not None and (last or _turn(at.step, job.run.evaluate.every)):
         numbers = job.evaluate(state)
         sink.event("evaluate", at.step, numbers)
-        better = settings.best and (at.best is None or numbers["loss"] < at.best)
+        better = settings.best and _lower(numbers["loss"], at.best)
         at = replace(at, best=numbers["loss"]) if better else at
-    tier = _tier(job.run, at.step, better)
-    if tier:
+    for tier in _tiers(job.run, at.step, better):
         job.save(state, at, tier)
     return at
 
 
-def _tier(run: Run, step: int, better: bool) -> str:  # noqa: FBT001
-    """How a step is saved: a step is one checkpoint, so the tier that keeps it longest."""
+def _lower(loss: float, best: float | None) -> bool:
+    """Whether a loss is the best; one that is not finite never is."""
+    return math.isfinite(loss) and (best is None or loss < best)
+
+
+def _tiers(run: Run, step: int, better: bool) -> list[str]:  # noqa: FBT001
+    """How a step is saved: once in each tier that may keep it when the others no longer do.
+
+    A better one ends what "best" keeps, newer ones what "regular" does: neither stands for the other.
+    """
     settings = run.checkpoint
     if step == run.train.steps:
-        return "final"
-    if better:
-        return "best"
-    if _turn(step, settings.every):
-        return "regular"
-    return "temporary" if _turn(step, settings.temporary_every) else ""
+        return ["final"]
+    kept = ["best"] * better + ["regular"] * _turn(step, settings.every)
+    return kept or ["temporary"] * _turn(step, settings.temporary_every)
 
 
 def _tokens(batch: Any) -> int:

@@ -33,6 +33,8 @@ def is_of_others(error: BaseException) -> bool:
     >>> is_of_others(RuntimeError("Connection closed by peer")), is_of_others(RuntimeError("index"))
     (True, False)
     """
+    if getattr(error, "filename", None) is not None:  # of a file, whose name may hold any word
+        return False
     name, text = type(error).__name__, str(error).lower()
     return isinstance(error, (RuntimeError, OSError)) and (
         name.startswith("Dist") or any(sign in text for sign in SIGNS)

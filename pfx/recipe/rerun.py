@@ -12,7 +12,7 @@ from pfx.errors import message
 from pfx.recipe import saves
 from pfx.recipe.build import make_step, model_functions
 from pfx.recipe.config import Run
-from pfx.recipe.incident import same_bits
+from pfx.recipe.incident import same_bits, same_number
 from pfx.recipe.log import read_metrics
 from pfx.recipe.overrides import ConfigError
 from pfx.recipe.session import METRICS, start_at
@@ -84,7 +84,7 @@ def rerun(run: Run, step: int, note: Callable[[str], Any] = lambda text: None) -
             same = same_bits(train, state, batch)
         state, metrics = train.step(state, batch)
         loss, then = float(metrics["loss"]), float(known[one]["loss"])
-        if loss != then and not (loss != loss and then != then):
+        if not same_number(loss, then):
             differing[one] = (then, loss)
         note(f"step {one}: loss {loss!r}")
     everywhere = all(world.exchange(same, "the bits of a step"))

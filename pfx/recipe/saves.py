@@ -70,7 +70,8 @@ def last_position(directory: Path, mesh: Mesh) -> tuple[Position, dict[str, Any]
         return None
     metadata = checkpoint.metadata(folder, step)
     where = f"{folder}, step {step}"
-    return position_of(metadata.get("position"), where), metadata.get("config", {})
+    known = metadata if isinstance(metadata, dict) else {}
+    return position_of(known.get("position"), where), known.get("config", {})
 
 
 def restore(directory: Path, train: TrainStep, step: int) -> TrainState:
@@ -84,7 +85,7 @@ def journal(directory: Path, at: Position, data_step: int, rewinds: int) -> None
     """Note that the run went back to a checkpoint, and with which data it goes on."""
     record = {"step": at.step, "data_step": data_step, "rewinds": rewinds}
     with (directory / JOURNAL).open("a") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write("\n" + json.dumps(record) + "\n")  # a kill may have torn the line before
 
 
 def after_rewinds(directory: Path, at: Position, world: Any) -> Position:
@@ -99,7 +100,7 @@ def after_rewinds(directory: Path, at: Position, world: Any) -> Position:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
-            continue  # torn by a kill: the rewind had not begun
+            continue  # empty; or torn by a kill, and the rewind had not begun
         if record["step"] == at.step and record["data_step"] > at.data_step:
             at = dataclasses.replace(at, data_step=record["data_step"], rewinds=record["rewinds"])
     return at

@@ -71,10 +71,8 @@ def sinks(run: Run, world: Any) -> Iterator[Sink]:
     folder = Path(run.directory)
     folder.mkdir(parents=True, exist_ok=True)
     with screen(run.train.steps, every=run.log.every, progress=run.log.progress) as shown:
-        files: list[Sink] = [JsonLines(folder / METRICS)]
-        if run.log.tensorboard:
-            files.append(TensorBoard(folder / "tensorboard"))
-        every = Several(*shown, *files)
+        board = [TensorBoard(folder / "tensorboard")] if run.log.tensorboard else []
+        every = Several(*shown, JsonLines(folder / METRICS), *board)
         try:
             yield every
         finally:

@@ -87,7 +87,10 @@ class Plan:
             raise ShardingError(message(f"Plan: remat={self.remat!r}", what, fix='"full" or None'))
         self._check_axes()
         self._check_pipeline()
-        assert self.policy is not None  # or its text is an error of the plan
+        try:
+            assert self.policy is not None
+        except ValueError as error:
+            raise ShardingError(f"Plan: {error}") from None
 
     def _check_pipeline(self) -> None:
         """Build the schedule, so that what cannot be is an error of the plan."""

@@ -32,8 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     args, rest = _parser().parse_known_args(given[:1])
-    if rest or not args.command:
+    if rest:
         _parser().parse_args(given[:1])
+    if not args.command:
+        sys.stderr.write(_parser().format_help())
+        return USAGE
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # a console script has its own folder there instead
     command = importlib.import_module(f"pfx.cli.{args.command}")
@@ -42,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given[1:])
     try:
         return command.main(options)
+    except BrokenPipeError:  # who read the output, head or less, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ERROR
     except (PfxError, OSError) as error:
         if options.traceback:
             raise

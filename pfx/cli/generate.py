@@ -13,7 +13,11 @@ from pfx.recipe.weights import trained
 def parser() -> argparse.ArgumentParser:
     """What it is given."""
     made = argparse.ArgumentParser(prog="pfx generate", description="Write on from a prompt.")
-    made.add_argument("run", type=Path, help="the directory of a run, or what pfx convert wrote")
+    made.add_argument(
+        "run",
+        type=Path,
+        help="the directory of a run, or what pfx convert made of Hugging Face weights",
+    )
     made.add_argument("--prompt", required=True, help="the text to go on from")
     made.add_argument("--length", type=int, default=100, help="tokens to write (100)")
     made.add_argument("--step", type=int, help="of which checkpoint; the latest")

@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 
 from pfx.recipe import resolved
+from pfx.recipe.build import make_step
 from pfx.recipe.config_file import load
 from pfx.recipe.lost import LostRanksError
 from pfx.recipe.overrides import overridden
 from pfx.recipe.session import train
 from pfx.recipe.signals import STOPPED
+from pfx.recipe.sources import sources
 
 CODES = {"done": 0, "stopped": STOPPED, "failed": 1}
 
@@ -33,7 +35,11 @@ def parser() -> argparse.ArgumentParser:
         help="replace a setting: --set train.steps=100 --set plan.tp=2",
     )  # fmt: skip
     made.add_argument("--directory", help="the same as --set directory=...")
-    made.add_argument("--dry-run", action="store_true", help="show the resolved config and stop")
+    made.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="show the resolved config, check that it fits, and stop",
+    )
     return made
 
 
@@ -47,6 +53,8 @@ def main(args: argparse.Namespace) -> int:
     origin = resolved.origins(run, str(args.config), assignments)
     if args.dry_run:
         print(json.dumps(resolved.resolved(run, origin), indent=2))
+        make_step(run)
+        sources(run)
         return 0
     try:
         return CODES[train(run, origin).ending]

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from pfx import optim
 from pfx.errors import message
 from pfx.recipe.config import Model, Optimizer, Run
@@ -83,6 +85,8 @@ def make_optimizer(settings: Optimizer, steps: int, axes: Any) -> optim.Gradient
     given = _options(make, settings, axes)
     try:
         return _guarded(settings, make(schedule_of(settings, steps), **given))
+    except ConfigError:
+        raise
     except ValueError as error:  # numbers that are out of range, or do not fit each other
         raise ConfigError(f"optimizer: {error}") from None
 
@@ -104,11 +108,23 @@ def schedule_of(settings: Optimizer, steps: int) -> optim.Schedule:
     if settings.schedule == "constant":
         return optim.schedules.constant(settings.lr, warmup_steps=settings.warmup_steps)
     named: dict[str, Any] = {"warmup_steps": settings.warmup_steps, "min_lr": settings.min_lr}
+    decay = settings.decay_steps or max(total // 10, 1) if settings.schedule == "wsd" else 1
+    if settings.warmup_steps + decay > total:
+        raise _too_short(settings, total, decay)
     if settings.schedule == "wsd":
-        decay = settings.decay_steps or max(total // 10, 1)
         return optim.schedules.wsd(settings.lr, total, decay_steps=decay, **named)
     make = {"linear": optim.schedules.linear, "cosine": optim.schedules.cosine}
     return make[settings.schedule](settings.lr, total, **named)
+
+
+def _too_short(settings: Optimizer, total: int, decay: int) -> ConfigError:
+    """The error of a run that ends before its learning rate has come down."""
+    ends, needed = "optimizer.total_steps", settings.warmup_steps + decay
+    if settings.total_steps is None:
+        ends = "train.steps"
+    what = f"and {decay} of decay are more than {ends}={total}."
+    fix = f"{ends}={needed}" + (f", or optimizer.warmup_steps={total - decay}" * (total > decay))
+    return ConfigError(message(f"optimizer.warmup_steps={settings.warmup_steps}", what, fix=fix))
 
 
 def _maker(name: str) -> Callable[..., optim.GradientTransformation]:
@@ -153,9 +169,48 @@ def _options(make: Callable[..., Any], settings: Optimizer, axes: Any) -> dict[s
     return {**usual, **settings.options}
 
 
+def check_device(name: str, setting: str) -> None:
+    """Raise unless torch can use a type of device here."""
+    try:
+        usable, why = torch.get_device_module(name).is_available(), ""
+    except RuntimeError as error:
+        usable, why = False, str(error).partition("\n")[0]
+    if not usable:
+        what, fix = "is not on this machine, or not in this torch.", f"{setting}=cpu"
+        raise ConfigError(message(f"{setting}={name}", what, why, fix=fix))
+
+
+def _check_rows(run: Run, longest: int | None) -> None:
+    """Raise for rows that the model or the plan cannot take, by the names of the settings."""
+    length, size, plan = run.data.seq_len, run.train.batch_size, run.plan
+    if longest is not None and length > longest:
+        what, fix = (
+            "is more than the model has positions.",
+            f"data.seq_len={longest}, or a longer model",
+        )
+        raise ConfigError(
+            message(f"data.seq_len={length}", what, f"model.config.max_seq_len={longest}", fix=fix)
+        )
+    parts = plan.dp * plan.microbatches
+    if "batch" not in plan.names and size % parts:
+        below, above = size - size % parts, size - size % parts + parts
+        why = f"plan.dp={plan.dp} x plan.microbatches={plan.microbatches}"
+        why += f"; {size} % {parts} = {size % parts}"
+        fix = f"train.batch_size={above}" + (f" or {below}" if below else "")
+        where = f"train.batch_size={size}"
+        raise ConfigError(message(where, "cannot be cut into equal parts.", why, fix=fix))
+
+
 def make_step(run: Run, functions: Functions | None = None) -> TrainStep:
-    """Compile, when first called, the training step that a config describes."""
+    """Compile, when first called, the training step that a config describes.
+
+    Raises:
+        ConfigError: an unknown name, or sizes that do not fit each other.
+    """
     functions = model_functions(run.model) if functions is None else functions
+    check_device(run.train.device, "train.device")
+    if run.data.source is None:  # a source has sizes of its own
+        _check_rows(run, getattr(functions.config, "max_seq_len", None))
     return make_train_step(
         functions.loss_fn,
         make_optimizer(run.optimizer, run.train.steps, functions.axes),

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pfx.errors import message
+from pfx.errors import PfxError, message
 from pfx.recipe.config import Run
 from pfx.recipe.overrides import ConfigError
 
@@ -26,7 +26,8 @@ def load(path: Path) -> Run:
     spec = importlib.util.spec_from_file_location("pfx_config", path)
     if spec is None or spec.loader is None or not path.is_file():
         fix = "pfx train path/to/config.py"
-        raise ConfigError(message(f"{path}:", "no Python file.", fix=fix))
+        what = "is no Python file." if path.exists() else "is not there."
+        raise ConfigError(message(f"{path}:", what, fix=fix))
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
@@ -36,7 +37,12 @@ def load(path: Path) -> Run:
     if not callable(config):
         fix = "def config() -> pfx.recipe.Run: ..."
         raise ConfigError(message(f"{path}:", "has no function config.", fix=fix))
-    run = config()
+    try:
+        run = config()
+    except ConfigError:
+        raise
+    except PfxError as error:
+        raise ConfigError(f"{path}: {error}") from error
     if not isinstance(run, Run):
         what = f"config() returned a {type(run).__name__}, not a pfx.recipe.Run."
         raise ConfigError(message(f"{path}:", what))

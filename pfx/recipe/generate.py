@@ -12,6 +12,7 @@ from pfx.api import device_get, eval_shape, jit
 from pfx.data import load_tokenizer
 from pfx.errors import message
 from pfx.plan import Plan
+from pfx.recipe.build import check_device
 from pfx.recipe.config_file import module_of
 from pfx.recipe.overrides import ConfigError
 from pfx.recipe.weights import Trained, read_params
@@ -51,6 +52,7 @@ def write_on(
     """
     ids = torch.as_tensor([list(map(int, tokenizer.encode(prompt)))])
     _check(ids, run.functions.vocab_size)
+    check_device(device, "--device")
     plan = plan or Plan()
     mesh = plan.mesh(device=device)
     shapes = eval_shape(run.functions.init, random.key(0))

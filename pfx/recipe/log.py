@@ -63,9 +63,14 @@ def event_line(name: str, step: int, what: Mapping[str, Any]) -> str:
     >>> event_line("evaluate", 40, {"loss": 3.25, "batches": 8})
     'evaluate at step 40: loss 3.25, batches 8'
     """
-    shown = (f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}"
-             for key, value in what.items())  # fmt: skip
-    return f"{name} at step {step}: {', '.join(shown)}" if what else f"{name} at step {step}"
+    shown = ", ".join(f"{key} {_shown(value)}" for key, value in what.items())
+    return f"{name} at step {step}: {shown}" if what else f"{name} at step {step}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 class Lines:

@@ -63,7 +63,12 @@ def _replaced(value: Any, wanted: Mapping[str, Any], path: str, root: Any) -> An
         changes[name] = _changed(old, item, known[name], where, root)
     if isinstance(value, Mapping):
         return {**value, **changes}
-    return dataclasses.replace(value, **changes)
+    try:
+        return dataclasses.replace(value, **changes)
+    except ConfigError:
+        raise
+    except ValueError as error:  # of the dataclass itself: out of range, or not fitting together
+        raise ConfigError(str(error)) from error
 
 
 def _changed(old: Any, item: Any, kind: Any, where: str, root: Any) -> Any:

@@ -78,7 +78,13 @@ def restore(directory: Path, train: TrainStep, step: int) -> TrainState:
     """Read a state onto the mesh and plan of a training step, whatever those it was saved on."""
     like, specs = {"state": train.shapes}, {"state": train.state_specs}
     folder = directory / FOLDER
-    return checkpoint.restore(folder, step, like=like, mesh=train.mesh, specs=specs)["state"]
+    try:
+        return checkpoint.restore(folder, step, like=like, mesh=train.mesh, specs=specs)["state"]
+    except CheckpointError as error:
+        if "fix:" in str(error):
+            raise
+        fix = f"pfx ckpt verify {directory}; move step {step} away to go on from the one before"
+        raise CheckpointError(f"{error}\n  fix: {fix}") from error
 
 
 def journal(directory: Path, at: Position, data_step: int, rewinds: int) -> None:

@@ -53,8 +53,10 @@ def train(run: Run, origin: Mapping[str, str] | None = None) -> Outcome:
             job, state, at = _assembled(run, functions, step, world, sink, origin or {})
             outcome = loop(job, state, at, sink, stop)
             job.save.wait()
-            if outcome.reason:
-                sink.event(outcome.ending, outcome.at.step, {"reason": outcome.reason})
+            reason = outcome.reason
+            if at.step == run.train.steps:
+                reason = f"nothing is left of train.steps={at.step}"
+            sink.event(outcome.ending, outcome.at.step, {"reason": reason} if reason else {})
             return outcome
     except (RuntimeError, OSError) as error:
         if world.size == 1 or not is_of_others(error):

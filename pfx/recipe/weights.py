@@ -60,8 +60,10 @@ def trained(directory: Path, step: int | None = None) -> Trained:
     folder = directory / FOLDER
     found = checkpoint.latest(folder) if step is None else step
     if found is None:
-        what = "has no checkpoint of a run."
-        raise ConfigError(message(f"{directory}:", what, fix="the directory that a Run names"))
+        what, fix = "has no checkpoint of a run.", "the directory that a Run names"
+        if any(directory.glob("*.safetensors")):
+            fix = f"pfx convert {directory} made-of-it, and then that"
+        raise ConfigError(message(f"{directory}:", what, fix=fix))
     where = f"{folder}, step {found}"
     metadata = checkpoint.metadata(folder, found)
     record = resolved.checked((metadata or {}).get("config"), where)
@@ -148,9 +150,11 @@ def from_hf(source: Path, target: Path, form: str = "models.hf") -> None:
         raise ConfigError(message(f"{target}:", "is not empty.", fix="another directory"))
     config, params = module_of(form, "--format").load(source)
     module = type(config).__module__
+    model = {"module": module, "config": resolved.plain(config), "format": form}
+    tokenizer = str(source) if (source / "tokenizer.json").is_file() else None
     record = {
         "version": resolved.VERSION,
-        "config": {"model": {"module": module, "config": resolved.plain(config), "format": form}},
+        "config": {"model": model, "data": {"tokenizer": tokenizer}},
         "from": {"model": str(source)},
     }
     metadata = {"position": Position().to_plain(), "config": record}

@@ -67,6 +67,9 @@ def test_quick_start_pretrain_on_own_text(pfx_in: Pfx, tmp_path: Path):
     train = ["train", str(CONFIGS / "pretrain.py"), *settings(SMALL)]
     shown = pfx_in(*train)
     assert "step 1/6  loss   5." in shown and "evaluate at step 6: loss" in shown
+    assert shown.endswith("done at step 6\n")
+    again = pfx_in(*train)
+    assert again.endswith("done at step 6: reason nothing is left of train.steps=6\n")
     assert "checkpoint at step 6: tier final" in shown
     record = json.loads((tmp_path / "runs/pretrain/config.json").read_text())
     assert record["from"]["train.steps"] == "--set"
@@ -100,6 +103,8 @@ def test_quick_start_pretrain_on_own_text(pfx_in: Pfx, tmp_path: Path):
     data[100] ^= 1
     shard.write_bytes(data)
     assert shard.name in pfx_in("ckpt", "verify", "runs/pretrain", code=1)
+    shown = pfx_in("train", str(CONFIGS / "pretrain.py"), *more, code=1)
+    assert "is damaged" in shown and "fix: pfx ckpt verify runs/pretrain; move step 8 away" in shown
 
 
 def hugging_face_model(folder: Path) -> None:
@@ -158,6 +163,8 @@ def test_quick_start_fine_tune_weights_on_chats(pfx_in: Pfx, tmp_path: Path):
     ours = run.functions.apply(read_params(run), tokens)
     torch.testing.assert_close(ours[..., : theirs.shape[-1]], theirs, atol=1e-4, rtol=1e-4)
     assert (tmp_path / "tuned/tokenizer.json").exists()
+    pfx_in("convert", "tuned", "back")  # with the tokenizer that lies beside the weights
+    assert pfx_in("generate", "back", "--prompt", "two", "--length", "1").startswith("two")
 
     other = settings(["model.config.num_layers=1", "directory=runs/other"])
     shown = pfx_in("train", str(CONFIGS / "chat.py"), *other, code=2)
@@ -168,7 +175,7 @@ def test_quick_start_fine_tune_weights_on_chats(pfx_in: Pfx, tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
-        (["train", "none.py"], 2, "ConfigError: none.py: no Python file."),
+        (["train", "none.py"], 2, "ConfigError: none.py: is not there."),
         (["train", "c.py", "--set", "train.stepz=1"], 2, "fix: --set train.steps"),
         (
             ["train", "c.py", "--set", "optimizer.name=adamv"],
@@ -183,12 +190,39 @@ def test_quick_start_fine_tune_weights_on_chats(pfx_in: Pfx, tmp_path: Path):
         (
             ["train", "c.py", "--set", "optimizer.warmup_steps=50"],
             2,
-            "ConfigError: optimizer: cosine: total_steps does not hold",
+            "ConfigError: optimizer.warmup_steps=50 and 1 of decay are more than train.steps=4.\n"
+            "  fix: train.steps=51, or optimizer.warmup_steps=3",
+        ),
+        (
+            ["train", "c.py", "--set", "plan.precision=bf17"],
+            2,
+            "ConfigError: Plan: precision='bf17': 'bf17' is no policy.",
+        ),
+        (["train", "c.py", "--set", "plan.zero=5"], 2, "zero=5 is no ZeRO stage."),
+        (
+            ["train", "c.py", "--set", "train.device=cuda0"],
+            2,
+            "ConfigError: train.device=cuda0 is not on this machine, or not in this torch.",
+        ),
+        (["train", "bad.py"], 2, "ConfigError: bad.py: Plan: precision='bf17'"),
+        (
+            ["train", "c.py", "--set", "data.seq_len=32"],
+            2,
+            "ConfigError: data.seq_len=32 is more than the model has positions.\n"
+            "  model.config.max_seq_len=16\n  fix: data.seq_len=16",
+        ),
+        (
+            ["train", "c.py", "--set", "train.batch_size=7", "--set", "plan.dp=2"],
+            2,
+            "ConfigError: train.batch_size=7 cannot be cut into equal parts.\n"
+            "  plan.dp=2 x plan.microbatches=1; 7 % 2 = 1\n  fix: train.batch_size=8 or 6",
         ),
         (["train", "c.py", "--set", "model.module=models.llama"], 2, "model.config for models.llama"),
         (["train", "c.py", "--set", "model.module=json"], 2, "has no init, apply, axes, loss_fn"),
         (["train", "c.py"], 1, "DataError: nowhere"),
         (["generate", "runs/none", "--prompt", "x"], 2, "runs/none: has no checkpoint of a run."),
+        (["generate", "hf", "--prompt", "x"], 2, "  fix: pfx convert hf "),
+        ([], 2, "pfx COMMAND --help says more."),
         (["ckpt", "show", "none"], 1, "CheckpointError: checkpoints in "),
         (["convert", "none", "target"], 1, "WeightsError: none/config.json"),
         (["rerun", "c.py", "3"], 2, "metrics.jsonl: has no step 1."),
@@ -207,6 +241,11 @@ def test_an_error_is_its_own_text_and_a_code(pfx_in: Pfx, tmp_path: Path, words,
         "        data=Data(prefixes=('nowhere',), seq_len=16),"
         " train=Train(steps=4, batch_size=2))\n"
     )
+    (tmp_path / "bad.py").write_text(
+        "import pfx\ndef config():\n    return pfx.Plan(precision='bf17')\n"
+    )
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/model.safetensors").touch()
     shown = pfx_in(*words, code=code)
     assert text in shown and "Traceback" not in shown
 
@@ -217,9 +256,18 @@ def test_a_traceback_is_there_for_those_who_want_it(pfx_in: Pfx):
 
 
 def test_a_dry_run_shows_the_config_and_runs_nothing(pfx_in: Pfx, tmp_path: Path):
-    words = ["train", str(CONFIGS / "pretrain.py"), "--dry-run", "--set", "train.steps=7"]
-    record = json.loads(pfx_in(*words))
-    assert record["config"]["train"]["steps"] == 7
+    write(tmp_path / "docs.jsonl", most=40)
+    words = ["--tokenizer", "bytes", "--output", "data/docs"]
+    pfx_in("preprocess", "docs.jsonl", *words, "--workers", "1")
+    train = ["train", str(CONFIGS / "pretrain.py"), "--dry-run", *settings(SMALL)]
+    record = json.loads(pfx_in(*train))
+    assert record["config"]["train"]["steps"] == 6
+    for wrong, code, text in (
+        ("train.batch_size=5", 2, "ConfigError: train.batch_size=5"),
+        ("data.prefixes=nowhere", 1, "DataError: nowhere.idx"),
+    ):
+        shown = pfx_in(*train, "--set", wrong, "--set", "plan.dp=2", code=code)
+        assert shown.startswith("{") and text in shown
     assert not (tmp_path / "runs").exists()
 
 

@@ -277,7 +277,7 @@ def test_a_config_file_may_import_its_neighbours(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        (None, "config.py: no Python file.\n  fix: pfx train path/to/config.py"),
+        (None, "config.py: is not there.\n  fix: pfx train path/to/config.py"),
         ("x = 1\n", "has no function config.\n  fix: def config() -> pfx.recipe.Run: ..."),
         ("def config():\n    return 3\n", "config() returned a int, not a pfx.recipe.Run."),
     ],

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -78,15 +79,30 @@ def rank(head: Head) -> tuple[bool, float, int]:
     return math.isnan(metric), -metric if head.higher else metric, -head.saved
 
 
-def retire(directory: Path, saved: Place, keep: int | None) -> None:
-    """Remove what is superfluous now that `saved` is durable and `latest`."""
+def now_in(directory: Path) -> int:
+    """The time, in nanoseconds; later than that of any step, although clocks are set back."""
+    latest = max((head.saved for head in _heads(directory)[0].values()), default=0)
+    return min(max(time.time_ns(), latest + 1), (1 << 63) - 1)
+
+
+def _heads(directory: Path) -> tuple[dict[Place, Head], list[Place]]:
+    """The heads of the complete steps, and the steps that are none."""
     heads: dict[Place, Head] = {}
+    damaged: list[Place] = []
     for place in places(directory):
         try:
             heads[place] = head_of(place)
-        except CheckpointError:  # damaged: not ours to judge, unless it has just been saved anew
-            if place.step == saved.step:
-                discard(place.path)
+        except CheckpointError:
+            damaged.append(place)
+    return heads, damaged
+
+
+def retire(directory: Path, saved: Place, keep: int | None) -> None:
+    """Remove what is superfluous now that `saved` is durable and `latest`."""
+    heads, damaged = _heads(directory)
+    for place in damaged:  # not ours to judge, unless it has just been saved anew
+        if place.step == saved.step:
+            discard(place.path)
     if saved not in heads:
         what = "is gone again: something else saves into this directory, or removes from it."
         raise CheckpointError(message(str(saved.path), what, fix="a directory for each run"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import secrets
 import threading
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from pfx.checkpoint import image
 from pfx.checkpoint.commit import Attempt, Part, begin, fail, finish
 from pfx.checkpoint.directory import Place
 from pfx.checkpoint.manifest import Head, Leaf, Manifest, Piece
-from pfx.checkpoint.retention import check_tier, retire
+from pfx.checkpoint.retention import check_tier, now_in, retire
 from pfx.checkpoint.snapshot import Contents, contents_of, digest, mesh_of
 from pfx.checkpoint.values import pack, unpack
 from pfx.errors import CheckpointError, message
@@ -345,5 +344,6 @@ def _manifest(asked: _Request, nonce: str, contents: Contents, parts: Sequence[P
         own = sorted(pieces.get(number, ()), key=lambda piece: piece.box)
         leaves.append(replace(leaf, pieces=tuple(own)))
     files = {f"{rank:05d}.bin": size for rank, (size, _) in enumerate(parts) if size}
-    head = Head(asked.step, nonce, time.time_ns(), asked.tier, asked.metric, asked.higher, files)
+    saved = now_in(asked.directory)
+    head = Head(asked.step, nonce, saved, asked.tier, asked.metric, asked.higher, files)
     return Manifest(head, tuple(leaves), contents.mesh, asked.metadata)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pfx import checkpoint, tree
+from pfx.checkpoint import retention
 from pfx.checkpoint.directory import MANIFEST, name_of
 from pfx.checkpoint.manifest import sealed
 from pfx.errors import CheckpointError, TreeError
@@ -142,3 +143,25 @@ def test_metadata_with_any_keys_are_shown(tmp_path: Path):
     assert checkpoint.metadata(tmp_path) == {b"k": [{3: 4}], "z": 1.5}
     text = checkpoint.contents(tmp_path)
     assert "\"b'k'\": [" in text and '"3": 4' in text
+
+
+def test_a_step_that_another_removes_at_once_is_an_error(tmp_path: Path, monkeypatch):
+    def removing(directory: Path, saved: Any, keep: Any) -> None:
+        retention.discard(saved.path)
+        retention.retire(directory, saved, keep)
+
+    monkeypatch.setattr("pfx.checkpoint.saving.retire", removing)
+    with pytest.raises(CheckpointError, match="is gone again"):
+        checkpoint.save(tmp_path, 1, {"a": 1})
+
+
+@hypothesis.given(st.lists(st.integers(-100, 100), min_size=1, max_size=8), st.integers(1, 3))
+def test_the_newest_are_kept_whatever_the_clock_says(tmp_path_factory, moves, keep):
+    """Another host's clock may be behind that of the last one."""
+    directory, now = tmp_path_factory.mktemp("run"), 10**9
+    for step, move in enumerate(moves):
+        now += move
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("time.time_ns", lambda now=now: now)
+            checkpoint.save(directory, step, {"a": step}, keep=keep)
+    assert checkpoint.steps(directory) == list(range(len(moves)))[-keep:]

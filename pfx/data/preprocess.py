@@ -169,6 +169,12 @@ def run(
     bad: list[BadLine] = []
     bad_count = empty = learnt = done = 0
     position = ("", 0)  # of the last chunk's end: the file, and its lines so far
+    stale = [] if len(prefixes) > 1 else [pair(prefixes[0] + MASK_SUFFIX)[1]]
+    for path in stale:
+        if path.exists() and not overwrite:
+            what = f"exists, and would be taken for the loss mask of {prefixes[0]}."
+            fix = "choose another prefix; or overwrite=True, which removes it"
+            raise DataError(message(str(path), what, fix=fix))
     with ExitStack() as stack:
         writers: list[IndexedWriter] = []
         for prefix, dtype in zip(prefixes, encoder.dtypes, strict=True):
@@ -190,7 +196,6 @@ def run(
             done += chunk.size
             if progress is not None:
                 progress(done, total)
-        stale = [] if len(prefixes) > 1 else [pair(prefixes[0] + MASK_SUFFIX)[1]]
         finish_together(writers, stale=stale)
     seconds = time.perf_counter() - start
     return Summary(

@@ -157,3 +157,14 @@ def test_a_list_of_templates_with_odd_names(tmp_path: Path):
     listed = [{"name": [1], "template": "x"}, 5, {"name": "default", "template": "y"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
     assert load_chat_template(tmp_path).text([]) == "y"
+
+
+def test_a_file_that_would_become_a_loss_mask_is_not_removed_unasked(tmp_path: Path):
+    with IndexedWriter(tmp_path / "a_mask", np.uint8) as writer:
+        writer.add_document([1, 0])
+    (tmp_path / "a.jsonl").write_text('{"text": "hi"}')
+    with pytest.raises(DataError, match="would be taken for the loss mask"):
+        preprocess([tmp_path / "a.jsonl"], ByteTokenizer(), tmp_path / "a")
+    assert IndexedDataset.open(tmp_path / "a_mask").document(0).tolist() == [1, 0]
+    preprocess([tmp_path / "a.jsonl"], ByteTokenizer(), tmp_path / "a", overwrite=True)
+    assert Documents.open(tmp_path / "a").mask is None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +41,9 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    return repr(value)
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}:{value.__qualname__}"
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # the same in the next process
 
 
 def settings(value: Any) -> list[dataclasses.Field[Any]]:

@@ -18,6 +18,7 @@ from pfx.recipe.log import JsonLines, read_metrics
 from pfx.recipe.loop import _lower, _tiers
 from pfx.recipe.lost import is_of_others
 from pfx.recipe.overrides import ConfigError
+from pfx.recipe.plain import plain
 from pfx.recipe.position import Position
 from pfx.recipe.saves import after_rewinds, journal
 from pfx.runtime.process_world import Alone
@@ -134,3 +135,11 @@ def test_an_error_of_a_file_is_none_of_other_ranks(tmp_path: Path):
     with pytest.raises(OSError) as error:
         (tmp_path / "datastore" / "socket").open()
     assert not is_of_others(error.value) and is_of_others(OSError("socket closed"))
+
+
+def test_what_has_no_plain_form_is_recorded_alike_in_every_process():
+    class Thing:
+        pass
+
+    assert plain(math.sqrt) == "math:sqrt"
+    assert plain(Thing()) == plain(Thing()) and "0x" not in plain([Thing(), len])[0]

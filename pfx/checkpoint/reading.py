@@ -1,7 +1,8 @@
 """Reading boxes of tensors from shard files: only the bytes that are wanted, by a few threads.
 
-A piece that is wanted whole is checked against its checksum on the way. Of a piece that is wanted in
-part only the part is read, which no checksum covers: `verify` reads everything.
+A piece that a process wants whole, if for several devices, is checked against its checksum on the way.
+Of a piece that it wants in part only the part is read, which no checksum covers: `verify` reads
+everything.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pfx.checkpoint.boxes import Box, extents, intersection, whole, within
+from pfx.checkpoint.boxes import Box, extents, intersection, volume, whole, within
 from pfx.checkpoint.checksum import HOT, Checksum
 from pfx.checkpoint.manifest import Leaf, Manifest, Piece
 from pfx.checkpoint.threads import in_threads
@@ -134,24 +135,40 @@ def read(shards: Shards, wanted: Iterable[Wanted]) -> None:
     Raises:
         CheckpointError: a file cannot be read, or a piece is not what was written, naming both.
     """
-    jobs = [
-        (each, piece, shared)
-        for each in wanted
-        for piece in each.leaf.pieces
-        if (shared := intersection(piece.box, each.box)) is not None
-    ]
-    in_threads(lambda job: _read_piece(shards, *job), sorted(jobs, key=_position), THREADS)
+    jobs: dict[tuple[str, int], list[_Job]] = {}
+    for each in wanted:
+        for piece in each.leaf.pieces:
+            if (shared := intersection(piece.box, each.box)) is not None:
+                jobs.setdefault((piece.file, piece.offset), []).append((each, piece, shared))
+    in_threads(lambda place: _read_jobs(shards, jobs[place]), sorted(jobs), THREADS)
 
 
-def _position(job: tuple[Wanted, Piece, Box]) -> tuple[str, int]:
-    return job[1].file, job[1].offset
+_Job = tuple[Wanted, Piece, Box]
+
+
+def _read_jobs(shards: Shards, jobs: Sequence[_Job]) -> None:
+    """Read what is wanted of one piece: at once where parts of it make up the whole, which is checked."""
+    leaf, piece = jobs[0][0].leaf, jobs[0][1]
+    if len(jobs) == 1 or sum(volume(box) for _, _, box in jobs) < volume(piece.box):
+        for job in jobs:
+            _read_piece(shards, *job)
+        return
+    room = np.empty(piece.length, np.uint8)
+    check_piece(shards, leaf, piece, room)
+    found = as_bits(torch.from_numpy(room).view(DTYPES[leaf.dtype]).view(extents(piece.box)))
+    for wanted, _, box in jobs:
+        as_bits(_part(wanted.out, box, wanted.box)).copy_(_part(found, box, piece.box))
+
+
+def _part(tensor: torch.Tensor, box: Box, outer: Box) -> torch.Tensor:
+    """The elements of a box in a tensor that holds the elements of an outer one."""
+    for dim, (start, stop) in enumerate(within(box, outer)):
+        tensor = tensor.narrow(dim, start, stop - start)
+    return tensor
 
 
 def _read_piece(shards: Shards, wanted: Wanted, piece: Piece, box: Box) -> None:
-    out = wanted.out
-    for dim, (start, stop) in enumerate(within(box, wanted.box)):
-        out = out.narrow(dim, start, stop - start)
-    bits = as_bits(out)
+    bits = as_bits(_part(wanted.out, box, wanted.box))
     if box == piece.box:
         room = _flat(bits) if bits.is_contiguous() else np.empty(piece.length, np.uint8)
         check_piece(shards, wanted.leaf, piece, room)

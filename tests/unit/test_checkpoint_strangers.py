@@ -12,9 +12,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from pfx import checkpoint, tree
+import pfx
+from pfx import P, checkpoint, tree
 from pfx.checkpoint import retention
-from pfx.checkpoint.directory import MANIFEST, name_of
+from pfx.checkpoint.directory import MANIFEST, manifest_of, name_of, place_of
 from pfx.checkpoint.manifest import sealed
 from pfx.errors import CheckpointError, TreeError
 
@@ -165,3 +166,27 @@ def test_the_newest_are_kept_whatever_the_clock_says(tmp_path_factory, moves, ke
             patch.setattr("time.time_ns", lambda now=now: now)
             checkpoint.save(directory, step, {"a": step}, keep=keep)
     assert checkpoint.steps(directory) == list(range(len(moves)))[-keep:]
+
+
+SPECS = [P("tp"), P(None, "tp"), P(("tp", "dp")), P("dp", "tp"), P()]
+
+
+@hypothesis.given(
+    st.sampled_from(SPECS), st.sampled_from(SPECS), st.integers(0, 8 * 12 * 4 * 8 - 1)
+)
+def test_a_flipped_bit_is_seen_by_a_process_that_reads_all(tmp_path_factory, saved, asked, bit):
+    """However it cuts what it reads among the devices that it simulates."""
+    directory = tmp_path_factory.mktemp("run")
+    mesh = pfx.make_mesh(dp=2, tp=2, kind="simulated")
+    values = torch.arange(8.0 * 12).reshape(8, 12)
+    folder = checkpoint.save(directory, 1, pfx.device_put(values, mesh, saved))
+    like = pfx.ShapeDtype((8, 12), torch.float32)
+    found = checkpoint.restore(directory, like=like, mesh=mesh, specs=asked)
+    assert torch.equal(found.full_tensor(), values)
+    pieces = manifest_of(place_of(directory, 1)).leaves[0].pieces
+    piece = pieces[bit % len(pieces)]
+    data = bytearray((folder / piece.file).read_bytes())
+    data[piece.offset + bit // 8 % piece.length] ^= 1 << bit % 8
+    (folder / piece.file).write_bytes(data)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        checkpoint.restore(directory, like=like, mesh=mesh, specs=asked)

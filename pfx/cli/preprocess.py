@@ -52,7 +52,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write the files and say how many documents, and which lines were bad."""
+    """Write the files and say how many documents, and which lines were bad; 1 if there is none."""
+    if args.workers is not None and args.workers < 1:
+        raise ConfigError(message(f"--workers {args.workers}:", "no number of processes."))
     tokenizer = load_tokenizer(args.tokenizer, eod=args.eod)
     named: dict[str, Any] = {
         "workers": args.workers,
@@ -66,8 +68,9 @@ def main(args: argparse.Namespace) -> int:
     write = preprocess_chat if args.chat else preprocess
     shown = sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
     with progress_bar() if shown else nullcontext() as progress:
-        print(write(args.files, tokenizer, args.output, progress=progress, **named))
-    return 0
+        summary = write(args.files, tokenizer, args.output, progress=progress, **named)
+    print(summary)
+    return 0 if summary.documents else 1
 
 
 def _template(args: argparse.Namespace) -> ChatTemplate:

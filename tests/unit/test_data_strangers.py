@@ -13,6 +13,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
+from pfx import cli
 from pfx.data import (
     CHATML,
     Batches,
@@ -168,3 +169,13 @@ def test_a_file_that_would_become_a_loss_mask_is_not_removed_unasked(tmp_path: P
     assert IndexedDataset.open(tmp_path / "a_mask").document(0).tolist() == [1, 0]
     preprocess([tmp_path / "a.jsonl"], ByteTokenizer(), tmp_path / "a", overwrite=True)
     assert Documents.open(tmp_path / "a").mask is None
+
+
+def test_a_command_that_writes_no_document_does_not_end_well(tmp_path: Path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"body": "hi"}')
+    command = ["preprocess", str(tmp_path / "a.jsonl"), "--tokenizer", "bytes", "--output"]
+    assert cli.main([*command, str(tmp_path / "a")]) == 1
+    assert 'no key "text"; it has "body"' in capsys.readouterr().out
+    assert cli.main([*command, str(tmp_path / "b"), "--key", "body"]) == 0
+    assert cli.main([*command, str(tmp_path / "c"), "--workers", "0"]) == 2
+    assert "--workers 0: no number of processes" in capsys.readouterr().err

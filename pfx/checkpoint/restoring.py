@@ -69,6 +69,7 @@ def restore(
 
     >>> import tempfile, pfx
     >>> from pfx import P, ShapeDtype
+    >>> from pfx.checkpoint import save
     >>> with tempfile.TemporaryDirectory() as run:
     ...     path = save(run, 1, {"w": torch.arange(4.0)})
     ...     restore(run, like={"w": ShapeDtype((4,))}, mesh=pfx.make_mesh(dp=2), specs=P("dp"))

@@ -163,6 +163,7 @@ def save(
         CheckpointError: on every rank, when something cannot be saved or written on one of them.
 
     >>> import tempfile, torch
+    >>> from pfx.checkpoint import latest, restore
     >>> with tempfile.TemporaryDirectory() as run:
     ...     save(run, 10, {"w": torch.ones(2), "seen": 640}).name
     ...     latest(run), restore(run, like={"w": torch.empty(2), "seen": 0})
@@ -210,6 +211,7 @@ def save_async(
         CheckpointError: the save before this one failed, on any rank, or this one cannot begin.
 
     >>> import tempfile, torch
+    >>> from pfx.checkpoint import restore
     >>> w = torch.ones(1)
     >>> with tempfile.TemporaryDirectory() as run:
     ...     handle = save_async(run, 1, {"w": w})

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pfx.errors import PfxError
 from pfx.recipe.overrides import ConfigError
 
-ERROR, USAGE = 1, 2
+ERROR, USAGE, INTERRUPTED = 1, 2, 130
 
 COMMANDS: Mapping[str, str] = {
     "train": "train a model as a config file says; goes on from its last checkpoint",
@@ -44,7 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     options = parser.parse_args(given[1:])
     try:
-        return command.main(options)
+        code = command.main(options)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return INTERRUPTED
     except BrokenPipeError:  # who read the output, head or less, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ERROR

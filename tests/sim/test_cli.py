@@ -250,6 +250,24 @@ def test_an_error_is_its_own_text_and_a_code(pfx_in: Pfx, tmp_path: Path, words,
     assert text in shown and "Traceback" not in shown
 
 
+def test_an_interrupt_and_a_reader_who_leaves_are_no_tracebacks(pfx_in: Pfx, monkeypatch):
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module("pfx.cli.ckpt"), "main", interrupted)
+    assert pfx_in("ckpt", "ls", "none", code=130) == "interrupted\n"
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "pfx", "ckpt", "ls", "none"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        words, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_a_traceback_is_there_for_those_who_want_it(pfx_in: Pfx):
     with pytest.raises(pfx.errors.PfxError):
         main(["train", "none.py", "--traceback"])

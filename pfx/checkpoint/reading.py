@@ -1,8 +1,8 @@
 """Reading boxes of tensors from shard files: only the bytes that are wanted, by a few threads.
 
 A piece that a process wants whole, if for several devices, is checked against its checksum on the way.
-Of a piece that it wants in part only the part is read, which no checksum covers: `verify` reads
-everything.
+Of a piece that it wants in part only the part is read, which no checksum covers; `read` says which
+these are, so that the processes can share the work of reading each of them whole once.
 """
 
 from __future__ import annotations
@@ -129,18 +129,33 @@ def room_for(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(memory[start : start + nbytes]).view(dtype).view(tuple(shape))
 
 
-def read(shards: Shards, wanted: Iterable[Wanted]) -> None:
-    """Read everything that is wanted.
+PieceId = tuple[str, int]  # a file, and where in it the piece begins
+
+
+def read(shards: Shards, wanted: Iterable[Wanted]) -> list[PieceId]:
+    """Read everything that is wanted; returns the pieces that were read in part, so not checked.
 
     Raises:
         CheckpointError: a file cannot be read, or a piece is not what was written, naming both.
     """
-    jobs: dict[tuple[str, int], list[_Job]] = {}
+    jobs: dict[PieceId, list[_Job]] = {}
     for each in wanted:
         for piece in each.leaf.pieces:
             if (shared := intersection(piece.box, each.box)) is not None:
                 jobs.setdefault((piece.file, piece.offset), []).append((each, piece, shared))
     in_threads(lambda place: _read_jobs(shards, jobs[place]), sorted(jobs), THREADS)
+    return sorted(place for place, parts in jobs.items() if not _is_whole(parts))
+
+
+def check(shards: Shards, manifest: Manifest, wanted: Iterable[PieceId]) -> None:
+    """Read pieces whole, to compare their checksums.
+
+    Raises:
+        CheckpointError: one is not what was written.
+    """
+    named = {(p.file, p.offset): (leaf, p) for leaf in manifest.leaves for p in leaf.pieces}
+    jobs = [named[place] for place in wanted]
+    in_threads(lambda job: check_piece(shards, *job), jobs, THREADS)
 
 
 _Job = tuple[Wanted, Piece, Box]
@@ -149,7 +164,7 @@ _Job = tuple[Wanted, Piece, Box]
 def _read_jobs(shards: Shards, jobs: Sequence[_Job]) -> None:
     """Read what is wanted of one piece: at once where parts of it make up the whole, which is checked."""
     leaf, piece = jobs[0][0].leaf, jobs[0][1]
-    if len(jobs) == 1 or sum(volume(box) for _, _, box in jobs) < volume(piece.box):
+    if len(jobs) == 1 or not _is_whole(jobs):
         for job in jobs:
             _read_piece(shards, *job)
         return
@@ -158,6 +173,11 @@ def _read_jobs(shards: Shards, jobs: Sequence[_Job]) -> None:
     found = as_bits(torch.from_numpy(room).view(DTYPES[leaf.dtype]).view(extents(piece.box)))
     for wanted, _, box in jobs:
         as_bits(_part(wanted.out, box, wanted.box)).copy_(_part(found, box, piece.box))
+
+
+def _is_whole(jobs: Sequence[_Job]) -> bool:
+    """Tell whether the boxes, which share no element, are all of their piece."""
+    return sum(volume(box) for _, _, box in jobs) >= volume(jobs[0][1].box)
 
 
 def _part(tensor: torch.Tensor, box: Box, outer: Box) -> torch.Tensor:
@@ -179,14 +199,19 @@ def _read_piece(shards: Shards, wanted: Wanted, piece: Piece, box: Box) -> None:
     _read_part(shards, piece, part, DTYPES[wanted.leaf.dtype].itemsize, bits)
 
 
-def check_piece(shards: Shards, leaf: Leaf, piece: Piece, room: Bytes) -> None:
-    """Read a whole piece and compare its checksum.
+def check_piece(shards: Shards, leaf: Leaf, piece: Piece, room: Bytes | None = None) -> None:
+    """Read a whole piece, into memory if some is given, and compare its checksum.
 
     Raises:
         CheckpointError: it differs.
     """
     found = Checksum()
-    stretches = (room[start : start + HOT] for start in range(0, piece.length, HOT))
+    starts = range(0, piece.length, HOT)
+    if room is None:
+        spare = np.empty(min(HOT, piece.length), np.uint8)
+        stretches = (spare[: piece.length - start] for start in starts)
+    else:
+        stretches = (room[start : start + HOT] for start in starts)
     shards.read_each(piece.file, piece.offset, stretches, found.add)
     if found.digest() != piece.checksum:
         raise CheckpointError(

@@ -15,7 +15,7 @@ from pfx.checkpoint.boxes import boxes_of, whole
 from pfx.checkpoint.directory import Place, manifest_of, name_of, place_of
 from pfx.checkpoint.manifest import Leaf, Manifest
 from pfx.checkpoint.matching import by_path, form_of, matched
-from pfx.checkpoint.reading import Shards, Wanted, read, room_for
+from pfx.checkpoint.reading import PieceId, Shards, Wanted, check, read, room_for
 from pfx.checkpoint.saving import wait_for_pending
 from pfx.checkpoint.snapshot import mesh_of
 from pfx.checkpoint.values import DTYPES, TENSOR_KINDS, decode
@@ -48,8 +48,8 @@ def restore(
     """Restore a step, onto any mesh, whatever mesh it was saved on.
 
     Each process reads only the bytes that it holds. Leaves are matched by their path, strictly:
-    one that is missing, unexpected, or of another shape or dtype is an error. Pieces that are read
-    whole are checked against their checksums; `verify` checks all.
+    one that is missing, unexpected, or of another shape or dtype is an error. All that is read is
+    checked: where processes read a piece only in parts, one of them reads it once more, whole.
 
     Args:
         directory: of all steps.
@@ -80,9 +80,14 @@ def restore(
     if world is None:
         world = world_of(mesh_of(like) if mesh is None else mesh)
     place = _decided(path, step, world)
-    return together(
+    found, partly = together(
         world, lambda: _restored(place, like, mesh, specs, world.rank, cast=cast, partial=partial)
     )
+    if world.size > 1:
+        each = world.exchange([list(piece) for piece in partly], "what a restore read in part")
+        unchecked = sorted({(file, offset) for pieces in each for file, offset in pieces})
+        together(world, lambda: _check(place, unchecked[world.rank :: world.size]))
+    return found
 
 
 def _decided(directory: Path, step: int | None, world: World) -> Place:
@@ -132,11 +137,13 @@ def together(world: World, act: Callable[[], Any], *, give: bool = False) -> Any
 
 def _restored(
     place: Place, like: Any, mesh: Mesh | None, specs: Any, rank: int, *, cast: bool, partial: bool
-) -> Any:
+) -> tuple[Any, list[PieceId]]:
+    """The tree, and the pieces of which only a part was read."""
     manifest = manifest_of(place)
     if like is None:
         plans = [_plan(leaf, None, "") for leaf in manifest.leaves]
-        return by_path(manifest.leaves, _values(place, manifest, plans))
+        values, partly = _values(place, manifest, plans)
+        return by_path(manifest.leaves, values), partly
     pairs, treedef = tree.flatten_with_path(like, is_leaf=_is_none)
     forms = [
         (path, form_of(leaf, f"restore: like{tree.path_string(path)}")) for path, leaf in pairs
@@ -148,7 +155,8 @@ def _restored(
         _plan(leaf, home, form.kind, form.dtype)
         for leaf, home, (_, form) in zip(leaves, homes, forms, strict=True)
     ]
-    return tree.unflatten(treedef, _values(place, manifest, plans))
+    values, partly = _values(place, manifest, plans)
+    return tree.unflatten(treedef, values), partly
 
 
 @dataclass(frozen=True)
@@ -244,10 +252,18 @@ def _placed(mesh: Mesh, part: torch.Tensor) -> torch.Tensor:
     return runtime_of(mesh).split(part, replicated(part.ndim))[0]
 
 
-def _values(place: Place, manifest: Manifest, plans: Sequence[_Plan]) -> list[Any]:
+def _values(
+    place: Place, manifest: Manifest, plans: Sequence[_Plan]
+) -> tuple[list[Any], list[PieceId]]:
     with Shards(place.path, manifest) as shards:
-        read(shards, [wanted for plan in plans for wanted in plan.wanted])
-    return [plan.value() for plan in plans]
+        partly = read(shards, [wanted for plan in plans for wanted in plan.wanted])
+    return [plan.value() for plan in plans], partly
+
+
+def _check(place: Place, pieces: Sequence[PieceId]) -> None:
+    manifest = manifest_of(place)
+    with Shards(place.path, manifest) as shards:
+        check(shards, manifest, pieces)
 
 
 def _is_none(node: Any) -> bool:

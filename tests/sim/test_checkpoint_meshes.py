@@ -126,7 +126,10 @@ def test_any_mesh_to_any_mesh(
 
 
 def test_each_process_reads_only_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written on dp=2 x tp=2, read on tp=4: rows and columns of a matrix, and a replicated vector."""
+    """Written on dp=2 x tp=2, read on tp=4: rows and columns of a matrix, and a replicated vector.
+
+    What all read in part, one reads once more, to check it.
+    """
     before, after = (make_mesh("process", **axes) for axes in ({"dp": 2, "tp": 2}, {"tp": 4}))
     tree = {"w": torch.randn(64, 32 << 10), "v": torch.randn(32 << 10, 64), "b": torch.randn(100)}
     specs = {"w": P("dp", "tp"), "v": P("tp"), "b": P()}
@@ -135,18 +138,18 @@ def test_each_process_reads_only_its_bytes(tmp_path: Path, monkeypatch: pytest.M
     }
     save = lambda world: checkpoint.save(tmp_path, 1, hold(before, specs, world.rank), world=world)
     ok(ranks(4, save))
-    counted: dict[int, int] = {}
+    counted: dict[int, list[int]] = {}
     close = Shards.__exit__
 
     def count(shards: Shards, *args: Any) -> None:
-        counted[threading.get_ident()] = shards.bytes_read
+        counted.setdefault(threading.get_ident(), []).append(shards.bytes_read)
         close(shards, *args)
 
     monkeypatch.setattr(Shards, "__exit__", count)
     wanted = {"w": P(None, "tp"), "v": P("tp"), "b": P()}
     like = {key: ShapeDtype(tuple(x.shape)) for key, x in tree.items()}
 
-    def restore(world: Processes) -> int:
+    def restore(world: Processes) -> list[int]:
         found = checkpoint.restore(tmp_path, like=like, mesh=after, specs=wanted, world=world)
         for key, array in hold(after, wanted, world.rank).items():
             assert torch.equal(found[key].parts[0], array.parts[0])
@@ -156,8 +159,36 @@ def test_each_process_reads_only_its_bytes(tmp_path: Path, monkeypatch: pytest.M
         local_bytes(x.shape, x.dtype, layout_of(wanted[key], x.shape, after), after)
         for key, x in tree.items()
     )
-    assert ok(ranks(4, restore)) == [own] * 4
+    read = ok(ranks(4, restore))
+    assert [first for first, _ in read] == [own] * 4
     assert own < sum(x.nbytes for x in tree.values()) / 3.9
+    assert sum(again for _, again in read) == tree["w"].nbytes
+
+
+@hypothesis.given(data=st.data())
+@hypothesis.settings(max_examples=20)
+def test_a_flipped_bit_is_found_wherever_its_piece_goes(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    run = tmp_path_factory.mktemp("run")
+    shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+    before, spec = data.draw(placed(shape, "simulated"))
+    after, wanted = data.draw(placed(shape, "process"))
+    x = torch.randn(shape, dtype=torch.float64)
+    checkpoint.save(run, 1, {"x": pfx.device_put(x, before, spec)})
+    place = places.place_of(run, 1)
+    pieces = places.manifest_of(place).leaves[0].pieces
+    piece = data.draw(st.sampled_from(pieces))
+    path = place.path / piece.file
+    written = bytearray(path.read_bytes())
+    at = piece.offset + data.draw(st.integers(0, piece.length - 1))
+    written[at] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(written)
+    restore = lambda world: checkpoint.restore(
+        run, like={"x": ShapeDtype(x.shape, x.dtype)}, mesh=after, specs={"x": wanted}, world=world
+    )
+    for error in ranks(after.size, restore):
+        assert isinstance(error, CheckpointError) and "is damaged" in str(error)
 
 
 def test_what_several_processes_hold_is_written_once_and_shared_evenly(tmp_path: Path) -> None:

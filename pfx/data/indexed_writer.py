@@ -52,7 +52,7 @@ class IndexedWriter:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self._code = _code(self.dtype)
         if self.idx_path.exists() and not overwrite:
-            fix = "choose another prefix, or overwrite=True"
+            fix = "choose another prefix, or overwrite=True (--overwrite)"
             raise DataError(message(str(self.idx_path), "exists.", fix=fix))
         folder = self.bin_path.parent
         folder.mkdir(parents=True, exist_ok=True)

@@ -54,8 +54,8 @@ def train(run: Run, origin: Mapping[str, str] | None = None) -> Outcome:
             outcome = loop(job, state, at, sink, stop)
             job.save.wait()
             reason = outcome.reason
-            if at.step == run.train.steps:
-                reason = f"nothing is left of train.steps={at.step}"
+            if at.step >= run.train.steps:
+                reason = f"nothing is left of train.steps={run.train.steps}"
             sink.event(outcome.ending, outcome.at.step, {"reason": reason} if reason else {})
             return outcome
     except (RuntimeError, OSError) as error:

@@ -109,7 +109,7 @@ def test_a_finished_run_is_left_as_it_is(uninterrupted):
     outcome = session.train(config(whole))
     assert outcome.ending == "done" and same_bits(final(outcome), final(expected))
     added = (whole / "metrics.jsonl").read_text().removeprefix(before).splitlines()
-    assert [json.loads(line)["event"] for line in added] == ["resume", "start"]
+    assert [json.loads(line)["event"] for line in added] == ["resume", "start", "done"]
 
 
 def test_more_steps_go_on_and_say_what_has_changed(uninterrupted, tmp_path: Path):

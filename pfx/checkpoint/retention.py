@@ -53,15 +53,16 @@ def superfluous(heads: Mapping[Place, Head], saved: Place, keep: int | None) -> 
     """The steps that go once `saved` is durable.
 
     Earlier copies of the same step, but for those that another tier keeps; all other temporary
-    ones, when it is one; and of its own tier what is beyond the `keep` newest, or the best.
+    ones, when it is one or the final one; and of its own tier what is beyond the `keep` newest, or
+    the best.
     """
     now = heads[saved]
     others = [place for place in heads if place != saved]
     replaced = (now.tier, "temporary")
     copies = [p for p in others if p.step == saved.step and heads[p].tier in replaced]
     tier = [p for p in others if heads[p].tier == now.tier and p not in copies]
-    if now.tier == "temporary":
-        return copies + tier
+    if now.tier in ("temporary", "final"):
+        return copies + [p for p in others if heads[p].tier == "temporary" and p not in copies]
     if now.tier == "best":
         tier.sort(key=lambda place: rank(heads[place]))
         better = sum(rank(heads[place]) <= rank(now) for place in tier)

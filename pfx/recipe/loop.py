@@ -236,7 +236,7 @@ def _tiers(run: Run, step: int, better: bool) -> list[str]:  # noqa: FBT001
     """
     settings = run.checkpoint
     if step == run.train.steps:
-        return ["final"]
+        return ["best"] * better + ["final"]
     kept = ["best"] * better + ["regular"] * _turn(step, settings.every)
     return kept or ["temporary"] * _turn(step, settings.temporary_every)
 

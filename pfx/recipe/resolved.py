@@ -69,9 +69,16 @@ def _defaults(value: Any, path: str) -> dict[str, Any]:
     return found
 
 
-def resolved(run: Run, origin: Mapping[str, str]) -> dict[str, Any]:
-    """The config as JSON has it; what `origin` does not name is a default."""
-    return {"version": VERSION, "config": plain(run), "from": dict(origin)}
+def resolved(
+    run: Run, origin: Mapping[str, str], contents: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The config as JSON has it; what `origin` does not name is a default.
+
+    Args:
+        contents: how much data there are, see `pfx.recipe.sources.contents`.
+    """
+    record = {"version": VERSION, "config": plain(run), "from": dict(origin)}
+    return record if contents is None else {**record, "contents": dict(contents)}
 
 
 def write(path: Path, record: Mapping[str, Any]) -> None:
@@ -145,6 +152,22 @@ def check_changes(found: Sequence[Change], directory: str) -> None:
         raise ConfigError(
             message(f"{directory}:", "its checkpoints are of another run.", *wrong, fix=fix)
         )
+
+
+def check_contents(before: Mapping[str, Any], now: Mapping[str, Any], directory: str) -> None:
+    """Raise for data that are not those which a run began with: its next batches would be others.
+
+    Raises:
+        ConfigError: listing each prefix with what it held and what it holds.
+    """
+    wrong = [
+        f"{prefix}: {json.dumps(before[prefix])} -> {json.dumps(holds)}"
+        for prefix, holds in now.items()
+        if before.get(prefix, holds) != holds
+    ]
+    if wrong:
+        fix = "the old files, or another directory: --set directory=runs/another"
+        raise ConfigError(message(f"{directory}:", "its data have changed.", *wrong, fix=fix))
 
 
 def model_of(record: Mapping[str, Any], kind: type) -> Any:

@@ -21,7 +21,7 @@ from pfx.recipe.monitor import Alarm
 from pfx.recipe.position import Position
 from pfx.recipe.screen import screen
 from pfx.recipe.signals import watching
-from pfx.recipe.sources import Checked, Source, sources
+from pfx.recipe.sources import Checked, Source, contents, sources
 from pfx.recipe.speed import mfu, model_flops, peak_flops, peak_memory
 from pfx.recipe.weights import params_for
 from pfx.runtime.process_world import world_of
@@ -90,7 +90,7 @@ def _assembled(
     origin: Mapping[str, str],
 ) -> tuple[Job, TrainState, Position]:
     """Everything that the loop needs, and where it begins."""
-    directory, record = Path(run.directory), resolved.resolved(run, origin)
+    directory, record = Path(run.directory), resolved.resolved(run, origin, contents(run.data))
     training, held_out = sources(run)
     batches = Checked(training, functions.vocab_size)
     state, at = begin(run, functions, step, world, sink)
@@ -139,8 +139,10 @@ def begin(
     """
     found = saves.last_position(Path(run.directory), step.mesh)
     if found is not None:
-        changed = resolved.changes(resolved.checked(found[1], run.directory), run)
+        before = resolved.checked(found[1], run.directory)
+        changed = resolved.changes(before, run)
         resolved.check_changes(changed, run.directory)
+        resolved.check_contents(before.get("contents", {}), contents(run.data), run.directory)
         state, at = start(run, functions, step, world)
         sink.event("resume", at.step, {"data_step": at.data_step})
         for change in changed:

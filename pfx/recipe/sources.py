@@ -50,6 +50,15 @@ def sources(run: Run) -> tuple[Source, HeldOut | None]:
     return _batches(settings, blend, size, seed), Joined(tuple(held_out))
 
 
+def contents(data: Data) -> dict[str, dict[str, int]]:
+    """How much is behind each prefix, to tell whether it still is what a run began with."""
+    found = {prefix: Documents.open(prefix) for prefix in data.prefixes}
+    return {
+        prefix: {"documents": len(documents), "tokens": documents.num_tokens}
+        for prefix, documents in found.items()
+    }
+
+
 def _rows(settings: Data, documents: Documents) -> Any:
     make = {"windows": Windows, "packed": Packed}[settings.packing]
     return make(documents, settings.seq_len)

@@ -42,12 +42,14 @@ def apply(params: Any, tokens: torch.Tensor, config: Config, **_: Any) -> torch.
 
 
 def loss_fn(config: Config) -> Callable[..., Any]:
-    """The loss of each token, times the factor of its row."""
+    """The loss of each token, times the factor of its row if the batch has one."""
 
     def loss(params: Any, batch: Any, key: Any = None) -> Any:
         logits = common.at_least_float32(apply(params, batch["tokens"], config))
         label = torch.gather(logits, -1, batch["labels"].unsqueeze(-1)).squeeze(-1)
-        losses = (torch.logsumexp(logits, -1) - label) * batch["factor"].unsqueeze(-1)
+        losses = torch.logsumexp(logits, -1) - label
+        if "factor" in batch:
+            losses = losses * batch["factor"].unsqueeze(-1)
         return losses.sum(), torch.ones_like(losses).sum(), {}
 
     return loss

@@ -16,6 +16,7 @@ import torch
 
 import pfx
 from pfx import checkpoint
+from pfx.data import ByteTokenizer, preprocess
 from pfx.recipe import (
     Checkpoint,
     Data,
@@ -134,6 +135,28 @@ def test_another_run_is_refused_before_anything_is_written(tmp_path: Path):
     assert (tmp_path / "config.json").read_text() == before
 
 
+def test_data_that_were_written_anew_are_refused(tmp_path: Path) -> None:
+    text, prefix = tmp_path / "text.jsonl", str(tmp_path / "text")
+    text.write_text('{"text": "the first text is long enough for rows of sixteen"}\n' * 4)
+    data = Data(prefixes=(prefix,), seq_len=16, split=(1.0, 0.0))
+    run = config(tmp_path / "run", data=data, train=Train(steps=1, batch_size=2))
+    run = dataclasses.replace(run, model=Model(
+        module="tests.sim.recipe_model", config=recipe_model.Config(vocab_size=257)))  # fmt: skip
+    preprocess([text], ByteTokenizer(), prefix)
+    assert session.train(run).ending == "done"
+    text.write_text(text.read_text() + '{"text": "one more"}\n')
+    preprocess([text], ByteTokenizer(), prefix, overwrite=True)
+    with pytest.raises(ConfigError) as raised:
+        session.train(dataclasses.replace(run, train=Train(steps=2, batch_size=2)))
+    assert (
+        str(raised.value)
+        == f"""\
+{tmp_path / "run"}: its data have changed.
+  {prefix}: {{"documents": 4, "tokens": 200}} -> {{"documents": 5, "tokens": 209}}
+  fix: the old files, or another directory: --set directory=runs/another"""
+    )
+
+
 def test_after_a_rewind_training_goes_on_behind_the_bad_batch(source, tmp_path: Path):
     """The same as training on data that never had the batches from the checkpoint to the bad one."""
     source |= {"same": 6, "factors": {6: 100.0}}
@@ -250,6 +273,7 @@ def test_evaluation_is_the_mean_over_all_tokens_and_the_best_is_kept(tmp_path: P
     assert outcome.at.best == min(record["loss"] for record in found)
     tiers = {record["step"]: record["tier"] for record in events(tmp_path, "checkpoint")}
     assert tiers == {3: "best", 5: "regular", 6: "best", 9: "best", 10: "regular", 12: "final"}
+    assert checkpoint.best(tmp_path / "checkpoints") == 12  # the last one is the best too
 
     held_out = recipe_model.counting(run, "valid")
     params = pfx.device_get(outcome.state.params)
@@ -263,7 +287,7 @@ def test_evaluation_is_the_mean_over_all_tokens_and_the_best_is_kept(tmp_path: P
 def test_the_kept_checkpoints_are_those_of_the_settings(tmp_path: Path):
     settings = Checkpoint(every=4, keep=1, temporary_every=1, asynchronous=False)
     session.train(config(tmp_path, checkpoint=settings, train=Train(steps=11, batch_size=8)))
-    assert checkpoint.steps(tmp_path / "checkpoints") == [8, 10, 11]
+    assert checkpoint.steps(tmp_path / "checkpoints") == [8, 11]
 
 
 def test_a_save_that_fails_in_the_background_ends_the_run(tmp_path: Path):

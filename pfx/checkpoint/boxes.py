@@ -18,6 +18,7 @@ Box = tuple[tuple[int, int], ...]
 LARGEST = 16 << 20  # bytes of one piece: what one checksum covers, and one thread writes at a time
 SMALLEST = 1 << 20  # below that a piece is not split among the processes that all hold it
 _CUT_DIMS = 16  # dims that pieces may be cut along: a tiling is checked at all corners
+_CORNERS = 1 << 23  # so many that looking at them takes seconds; no mesh has as many parts
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -110,7 +111,7 @@ def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     if not all(0 <= a < b <= n for box in boxes for (a, b), n in zip(box, shape, strict=True)):
         return False
     dims = [d for d in range(len(shape)) if any(box[d] != whole_box[d] for box in boxes)]
-    if len(dims) > _CUT_DIMS:
+    if len(dims) > _CUT_DIMS or len(boxes) << len(dims) > _CORNERS:
         return False
     corners: Counter[tuple[int, ...]] = Counter()
     for box, weight in [*((box, 1) for box in boxes), (whole_box, -1)]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pfx import checkpoint
 from pfx.cli.convert import add_export, export
+from pfx.errors import CheckpointError, message
 from pfx.recipe.saves import FOLDER
 
 
@@ -35,6 +36,8 @@ def main(args: argparse.Namespace) -> int:
         return export(args)
     below = args.directory / FOLDER
     directory = below if below.is_dir() else args.directory
+    if not directory.is_dir():
+        raise CheckpointError(message(str(directory), "is no directory."))
     if args.what == "verify":
         sound, text = checkpoint.verdict(directory, args.step)
         print(text)

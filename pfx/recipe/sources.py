@@ -120,8 +120,8 @@ class Checked:
             found += out_of_range(labels[labels != IGNORED], self.vocab_size, "labels")
         if found:
             ids = self.ids(step)
-            samples = "" if ids is None else f"samples: {ids}"
-            fix = "the vocab_size of the tokenizer that wrote the data"
+            samples = "" if ids is None else f"samples: {_some(ids)}"
+            fix = "model.config.vocab_size of at least that of the tokenizer that wrote the data"
             raise BatchError(
                 message(f"batch {step}:", "cannot be looked up.", *found, samples, fix=fix)
             )
@@ -131,3 +131,10 @@ class Checked:
         """Which samples are in a batch; None where the source does not know."""
         ids = getattr(self.source, "ids", None)
         return None if ids is None else ids(step)
+
+
+def _some(ids: Any, most: int = 4) -> str:
+    """The first of many ids."""
+    listed = list(ids)
+    more = f", and {len(listed) - most} more" if len(listed) > most else ""
+    return ", ".join(map(str, listed[:most])) + more

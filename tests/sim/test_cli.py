@@ -220,6 +220,7 @@ def test_quick_start_fine_tune_weights_on_chats(pfx_in: Pfx, tmp_path: Path):
         (["train", "c.py", "--set", "model.module=models.llama"], 2, "model.config for models.llama"),
         (["train", "c.py", "--set", "model.module=json"], 2, "has no init, apply, axes, loss_fn"),
         (["train", "c.py"], 1, "DataError: nowhere"),
+        (["ckpt", "ls", "nowhere"], 1, "CheckpointError: nowhere is no directory."),
         (["generate", "runs/none", "--prompt", "x"], 2, "runs/none: has no checkpoint of a run."),
         (["generate", "hf", "--prompt", "x"], 2, "  fix: pfx convert hf "),
         ([], 2, "pfx COMMAND --help says more."),

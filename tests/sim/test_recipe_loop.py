@@ -260,7 +260,7 @@ def test_ids_beyond_the_vocabulary_are_an_error_that_names_them(source, tmp_path
         session.train(config(tmp_path))
     assert str(error.value).startswith("batch 0: cannot be looked up.\n  ")
     assert "token ids are outside of 0...31: 32" in str(error.value)
-    assert "samples: [0, 1, 2" in str(error.value)
+    assert "samples: 0, 1, 2, 3, and 4 more" in str(error.value)
 
 
 def test_evaluation_is_the_mean_over_all_tokens_and_the_best_is_kept(tmp_path: Path):

@@ -97,5 +97,7 @@ def test_ids_beyond_the_model_are_named_with_their_samples(folder: Path):
         Checked(training, 100)(3)
     text = str(error.value)
     assert text.startswith("batch 3: cannot be looked up.\n")
-    assert "token ids are outside of 0...99: 10" in text and "samples: [SampleId(" in text
-    assert text.endswith("fix: the vocab_size of the tokenizer that wrote the data")
+    assert "token ids are outside of 0...99: 10" in text and "samples: SampleId(" in text
+    assert text.endswith(
+        "model.config.vocab_size of at least that of the tokenizer that wrote the data"
+    )

@@ -224,7 +224,7 @@ def test_quick_start_fine_tune_weights_on_chats(pfx_in: Pfx, tmp_path: Path):
         (["generate", "runs/none", "--prompt", "x"], 2, "runs/none: has no checkpoint of a run."),
         (["generate", "hf", "--prompt", "x"], 2, "  fix: pfx convert hf "),
         ([], 2, "pfx COMMAND --help says more."),
-        (["ckpt", "show", "none"], 1, "CheckpointError: checkpoints in "),
+        (["ckpt", "show", "none"], 1, "CheckpointError: none is no directory."),
         (["convert", "none", "target"], 1, "WeightsError: none/config.json"),
         (["rerun", "c.py", "3"], 2, "metrics.jsonl: has no step 1."),
         (["preprocess", "x.jsonl", "--tokenizer", "bytes", "--output", "x", "--chat"], 2,

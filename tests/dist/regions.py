@@ -152,6 +152,7 @@ def run(families: list[str], names: list[str], *, without: list[str]) -> None:
     seen = Seen()
     words = [f"test_{family}_" for family in families] + names
     options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--capture=no"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # other checks import hypothesis
     select = f"({' or '.join(words)}) and not ({' or '.join(without)})"
     pytest.main([*FILES, "-k", select, *options], plugins=[seen])
     assert not seen.failed, "\n".join(seen.failed)

@@ -14,7 +14,7 @@ from pfx.recipe.log import read_metrics
 from tests.dist.nodes import Node, torchrun, two_nodes, why_not
 from tests.sim import recipe_model
 
-STEPS, CUT_AFTER, PATIENCE = 60, 14, 30
+STEPS, CUT_AFTER, PATIENCE = 40, 14, 20
 NO_NODES = why_not()
 
 CONFIG = """

@@ -31,6 +31,11 @@ LAYERS, SEQ, EMBED = 3, 6, 16
 SIZES = {"num_layers": LAYERS, "embed_dim": EMBED, "max_seq_len": SEQ}
 families = pytest.mark.parametrize("family", FAMILIES)
 batches = pytest.mark.parametrize("microbatches", [1, 4])
+# Each pair of family, tp and microbatches once, not each three of them.
+thrice = pytest.mark.parametrize(
+    ("family", "tp", "microbatches"),
+    [("gpt", 1, 1), ("gpt", 2, 4), ("llama", 1, 4), ("llama", 2, 1)],
+)
 
 Bill = Counter[tuple[str, tuple[int, ...]]]
 
@@ -140,9 +145,7 @@ def times(op: str, shapes: Bill, count: int, *, stacked: bool = False) -> Bill:
     return found
 
 
-@families
-@pytest.mark.parametrize("tp", [1, 2])
-@batches
+@thrice
 def test_data_parallel_reduces_a_parameter_once_a_step(
     family: str, tp: int, microbatches: int
 ) -> None:
@@ -152,9 +155,7 @@ def test_data_parallel_reduces_a_parameter_once_a_step(
     assert bill(program_of(case), "dp") == expected
 
 
-@families
-@pytest.mark.parametrize("tp", [1, 2])
-@batches
+@thrice
 def test_zero_1_scatters_a_gradient_and_gathers_a_parameter_once_a_step(
     family: str, tp: int, microbatches: int
 ) -> None:
@@ -181,9 +182,13 @@ def test_zero_2_scatters_a_gradient_once_a_microbatch(family: str, microbatches:
 ONLY_FORWARD = ("['bqkv']", "['bo']", "['b_up']", "['b_down']")
 
 
-@families
-@pytest.mark.parametrize("plan", [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)
-@batches
+@pytest.mark.parametrize(
+    ("family", "plan", "microbatches"),
+    [("gpt", {}, 1), ("gpt", {"tp": 2}, 4), ("gpt", {"tp": 2, "sequence_parallel": True}, 1),
+     ("llama", {}, 4), ("llama", {"tp": 2}, 1),
+     ("llama", {"tp": 2, "sequence_parallel": True}, 4)],
+    ids=str,
+)  # fmt: skip
 def test_zero_3_gathers_a_layer_twice_and_scatters_its_gradient_once(
     family: str, plan: Mapping[str, Any], microbatches: int
 ) -> None:

@@ -32,7 +32,7 @@ from tests.common import (
     tolerance,
 )
 
-EXAMPLES = int(os.environ.get("PFX_EXAMPLES", "8"))
+EXAMPLES = int(os.environ.get("PFX_EXAMPLES", "5"))
 
 
 def assert_equality_law(case: Case, steps: int = 3, **options: Any) -> None:

@@ -26,7 +26,7 @@ from tests.common import (
     tolerance,
 )
 
-EXAMPLES = int(os.environ.get("PFX_EXAMPLES", "8"))
+EXAMPLES = int(os.environ.get("PFX_EXAMPLES", "5"))
 OPTIMIZERS = (
     "nesterov", "lion", "lamb", "adafactor", "muon", "groups", "accumulated", "ema",
 )  # fmt: skip

@@ -18,7 +18,7 @@ from tests.common import IGNORED, Case, assert_same_run, run, tolerance
 from tests.sim import toy
 from tests.sim.pipelines import pipelined
 
-EXAMPLES = int(os.environ.get("PFX_EXAMPLES", "10"))
+EXAMPLES = int(os.environ.get("PFX_EXAMPLES", "7"))
 F32, F64 = torch.float32, torch.float64
 
 

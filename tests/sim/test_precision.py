@@ -24,7 +24,7 @@ from pfx.precision import loss_scale, master_weights
 from tests.common import Case, State, cases, differences, run, run_eagerly
 from tests.sim.pipelines import pipelined
 
-EXAMPLES = int(os.environ.get("PFX_EXAMPLES", "3"))
+EXAMPLES = int(os.environ.get("PFX_EXAMPLES", "2"))
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # Of a dtype with 16 bits: how far a rounded number lies from its own, relative to it.
 ROUNDOFF: Mapping[str, float] = MappingProxyType({"bf16": 2.0**-8, "fp16": 2.0**-11})

@@ -98,7 +98,8 @@ def test_quick_start_pretrain_on_own_text(pfx_in: Pfx, tmp_path: Path):
                    "--temperature", "0", "--tokenizer", "data/tokenizer.json")  # fmt: skip
     assert again == text
 
-    shard = next((tmp_path / "runs/pretrain/checkpoints/step-00000008").glob("*.bin"))
+    checkpoints = tmp_path / "runs/pretrain/checkpoints"
+    shard = next((checkpoints / (checkpoints / "latest").read_text().strip()).glob("*.bin"))
     data = bytearray(shard.read_bytes())
     data[100] ^= 1
     shard.write_bytes(data)
@@ -260,7 +261,7 @@ def test_an_interrupt_and_a_reader_who_leaves_are_no_tracebacks(pfx_in: Pfx, mon
 
     reader, writer = os.pipe()
     os.close(reader)
-    words = [sys.executable, "-m", "pfx", "ckpt", "ls", "none"]
+    words = [sys.executable, "-m", "pfx", "ckpt", "ls", "."]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         words, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, check=False

@@ -72,7 +72,8 @@ def test_what_is_told_of_policies_that_are_none(text: Any, first: str) -> None:
         with pytest.raises(ValueError) as caught:
             make(text)
         lines = str(caught.value).splitlines()
-        assert lines[0] == first and lines[-1].startswith("  fix: ")
+        assert lines[0] == ("" if make is as_policy else "Plan: ") + first
+        assert lines[-1].startswith("  fix: ")
 
 
 def test_only_floats_are_cast() -> None:

@@ -283,9 +283,8 @@ class TrainStep:
         shrunk = 1.0 if scale is None else self._power_below_weight(batch)
         factor = None if scale is None else scale / shrunk
         grads, loss_sum, weight, metrics = self._accumulate(state.params, batch, key, factor)
-        if (
-            self.plan.policy.reduces_in_16_bits
-        ):  # now: a sum is else made after a cast that widens it
+        if self.plan.policy.reduces_in_16_bits:
+            # Here, or the sum would be made after the cast that widens it.
             grads = constrain(grads, self.placement.updated)
         mean = torch.where(weight > 0, 1 / torch.where(weight > 0, weight, 1).double(), 0)
         back = mean if scale is None else mean * shrunk

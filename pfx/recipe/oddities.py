@@ -104,35 +104,34 @@ def rare_tokens(tokens: Tensor, usual: Sequence[Tensor]) -> list[str]:
     """Tokens that the usual batches have far less often than one another.
 
     Each batch's mean surprise, in nats a token, under the frequencies of the other usual ones; one
-    count is added to every id.
+    count is added to every id that any of the batches has.
     """
     if len(usual) < 3:
         return []
-    size = 1 + int(torch.stack([one.max() for one in (tokens, *usual)]).max().clamp(min=0))
-    counts = [_counts(one, size) for one in usual]
-    whole = torch.stack(counts).sum(0)
-    known = torch.tensor(
-        [_surprise(one, whole - own) for one, own in zip(usual, counts, strict=True)]
-    )
-    here = _surprise(tokens, whole)
+    # Counted by place among the ids that occur: a wrong id may be as large as an int64 goes.
+    batches = [one.flatten() for one in (tokens, *usual)]
+    ids, places = torch.cat(batches).unique(return_inverse=True)
+    counted = [
+        (one, torch.bincount(one, minlength=len(ids)).double())
+        for one in places.split([len(one) for one in batches])
+    ]
+    (suspect, times), *others = counted
+    whole = torch.stack([own for _, own in others]).sum(0)
+    known = torch.tensor([_surprise(one, whole - own) for one, own in others])
+    here = _surprise(suspect, whole)
     if here <= max(1.2 * float(known.mean()), float(known.mean() + 6 * known.std())):
         return []
-    times = _counts(tokens, size)
-    rarity = torch.where(times > 0, times / (1 + whole), 0)
-    shown = ", ".join(map(str, rarity.argsort(descending=True)[:SHOWN].tolist()))
+    rarity = times / (1 + whole)
+    shown = ", ".join(map(str, ids[rarity.argsort(descending=True)[:SHOWN]].tolist()))
     return [
         f"its tokens are rare: {here:.2f} nats each by frequency, usual are {known.mean():.2f}; "
         f"most of all {shown}"
     ]
 
 
-def _counts(tokens: Tensor, size: int) -> Tensor:
-    return torch.bincount(tokens.flatten().clamp(min=0), minlength=size).double()
-
-
-def _surprise(tokens: Tensor, counts: Tensor) -> float:
+def _surprise(places: Tensor, counts: Tensor) -> float:
     logs = ((counts + 1) / (counts + 1).sum()).log()
-    return float(-logs[tokens.flatten().clamp(min=0)].mean())
+    return float(-logs[places].mean())
 
 
 def _list(rows: Sequence[int]) -> str:

@@ -133,7 +133,7 @@ def test_what_is_planted_is_found(seed, data):
         tokens[row, start : start + length] = 49
         expected = f"row {row} repeats token 49 "
     elif kind == "range":
-        tokens[row, 7] = data.draw(st.sampled_from([-1, 50, 10**9]))
+        tokens[row, 7] = data.draw(st.sampled_from([-1, 50, 2**62]))
         expected = f"1 token ids are outside of 0...49: {int(tokens[row, 7])}"
     elif kind == "label":
         labels[row, 7] = 50
@@ -146,6 +146,17 @@ def test_what_is_planted_is_found(seed, data):
         tokens.copy_(torch.randint(25, 50, tokens.shape, generator=generator))
         expected = "its tokens are rare: "
     assert any(line.startswith(expected) for line in oddities(batch, usual, 50))
+
+
+@pytest.mark.parametrize("wrong", [-(2**63), -1, 2**62, 2**63 - 1])
+def test_an_id_of_any_size_is_told_and_takes_no_memory(wrong):
+    # A table with a place for every id up to this one would not fit into any machine.
+    usual, batch = [usual_batch(i) for i in range(1, 5)], usual_batch(0)
+    batch["tokens"][0, :] = batch["labels"][1, :] = wrong
+    found = oddities(batch, usual, 50)
+    assert f"64 token ids are outside of 0...49: {wrong}" in found
+    assert f"64 labels are outside of 0...49: {wrong}" in found
+    assert any(line.startswith("its tokens are rare: ") and str(wrong) in line for line in found)
 
 
 def test_batches_that_usually_repeat_rows_may():

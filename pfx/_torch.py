@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -504,3 +505,21 @@ def adamw_(
         [p], [grad], [m], [v], [], [forever], lr=lr, beta1=betas[0], beta2=betas[1],
         weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
     )  # fmt: skip
+
+
+def has_onednn() -> bool:
+    """Tell whether torch was built with oneDNN, and may use it."""
+    given = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return given and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def onednn_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product of float32 matrices (m, k) and (k, n) by oneDNN, with a bias of n in every row."""
+    row = None if bias is None else bias.contiguous()  # its stride is not looked at
+    return _linear_pointwise()(a, b.t(), row, "none", [], "")
+
+
+@functools.cache
+def _linear_pointwise() -> OpOverload:
+    """Its op; looking it up at each call takes as long as a small product."""
+    return torch.ops.mkldnn._linear_pointwise.default

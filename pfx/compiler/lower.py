@@ -18,6 +18,7 @@ from pfx.compiler.order import finish_each_chain
 from pfx.compiler.partition import partition
 from pfx.compiler.passes import bucket_collectives, number_in_order
 from pfx.compiler.pipeline.form import form_pipelines
+from pfx.compiler.products import speed_up_products
 from pfx.compiler.program import Program
 from pfx.compiler.propagate import Context, propagate
 from pfx.compiler.repeats import merge_repeated_updates
@@ -113,5 +114,6 @@ def lower(
     program.donated = frozenset(
         value.number for value, given in zip(program.inputs, donated, strict=False) if given
     )
+    speed_up_products(program)
     reuse_buffers(program)
     return Lowered(program, traced.captured)

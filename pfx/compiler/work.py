@@ -23,6 +23,7 @@ from pfx.compiler.ir import (
     Value,
     is_view,
 )
+from pfx.compiler.products import linear, product
 from pfx.mesh import Mesh
 from pfx.schedules import Action, Timeline, simulate
 
@@ -41,6 +42,7 @@ class Rates(NamedTuple):
     call: float
 
 
+_PRODUCTS = {add_product_to: "addmm", product: "mm", linear: "mm"}
 # These read only as much of their operands as they write.
 PICKS = frozenset(("embedding", "gather", "index", "index_select"))
 
@@ -125,8 +127,8 @@ def _of_call(instr: Compute, mesh: Mesh) -> Work:
 
 def _name(target: Any) -> str:
     """The name of an aten op without its overload; nothing for another function."""
-    if target is add_product_to:
-        return "addmm"
+    if target in _PRODUCTS:
+        return _PRODUCTS[target]
     return target._schema.name.removeprefix("aten::") if isinstance(target, OpOverload) else ""
 
 

@@ -5,9 +5,16 @@ Everything else in pfx names a device only as the torch device type of its mesh.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
+
 import torch
 
 from pfx.errors import MeshError, message
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+_NEVER = 1 << 30  # bytes
 
 # torch device type -> the torch.distributed backend that moves its tensors
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
@@ -34,13 +41,13 @@ def backend_of(device: str) -> str:
 
 
 def select(device: str, local_rank: int) -> None:
-    """Make the device of this process the current one; the CPU is all processes' own.
+    """Make the device of this process the current one; the CPU is all processes' own, with its memory.
 
     Raises:
         MeshError: when this host has no device for this process.
     """
     if device == "cpu":
-        return
+        return _keep_freed_memory()
     module = _module(device)
     count = module.device_count()
     if local_rank >= count:
@@ -53,6 +60,22 @@ def select(device: str, local_rank: int) -> None:
             )
         )
     module.set_device(local_rank)
+
+
+@functools.cache
+def _keep_freed_memory() -> None:
+    """Let the C library keep what a step frees for the next one.
+
+    glibc hands freed memory back in large pieces, and the system clears every page when it is next
+    asked for: 2 % of a step of a small model. Whoever has set glibc's own variables is obeyed, and
+    other allocators do not know of this.
+    """
+    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_TRIM_THRESHOLD, _NEVER)
+        mallopt(_MMAP_THRESHOLD, _NEVER)
 
 
 def synchronize(device: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from pfx.compiler.ir import Block, Compute, Instr, LoopInstr, PipelineInstr, Reshard
 from pfx.lax.manual.transport import Groups
 from pfx.mesh import Coordinate
-from pfx.runtime.generated import function_of
+from pfx.runtime.generated import block_function
 from pfx.runtime.moves import prepare_collective, prepare_local
 from pfx.runtime.pipeline_device import Channels, Pairs, PipelineDevice
 from pfx.runtime.reduction import Group
@@ -43,7 +43,7 @@ class Executor:
         self.program, self.mesh = program, program.mesh
         self.coordinate, self.group, self.deterministic = coordinate, group, deterministic
         self.channels, self.record = channels, record
-        self.function = function_of(program, self.prepare, self.offset)
+        self.function = block_function(program, self.prepare, self.offset)
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run on the parts of every input; empties `inputs`, so that they can be freed."""

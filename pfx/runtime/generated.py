@@ -14,11 +14,12 @@ import torch
 
 from pfx.compiler.in_place import as_marked
 from pfx.compiler.ir import Block, Compute, Instr, Value, last_uses
+from pfx.runtime.local import function_of
 
 Run = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
-def function_of(
+def block_function(
     block: Block,
     run_of: Callable[[Instr], Run],
     offset_of: Callable[[Compute], tuple[int, ...]],
@@ -71,7 +72,7 @@ class _Writer:
             args.append(f"offset={self.written(offset_of(instr))}")
         outs = ", ".join(map(_name, instr.outs))
         made = f"[{outs}]" if instr.many else outs
-        return f"{made} = {self.bound(target)}({', '.join(args)})"
+        return f"{made} = {self.bound(function_of(target))}({', '.join(args)})"
 
     def written(self, arg: Any) -> str:
         """An argument as an expression."""

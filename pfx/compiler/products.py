@@ -117,9 +117,9 @@ class _Products:
         columns = flat.local_shape(self.mesh)[1]
         return math.prod(row) == columns and shape[len(shape) - len(row) :] == row
 
-    def linear(self, large: Compute, shaped: Compute, bias: Value, last: Compute) -> list[Instr]:
+    def linear(self, large: Compute, shaped: Compute, bias: Value, total: Instr) -> list[Instr]:
         """The product with its bias, in the shape of the sum that it replaces."""
-        flat, source = large.outs[0], last.source
+        (flat,), source = large.outs, total.source
         assert flat is not None
         calls: list[Instr] = []
         if len(bias.shape) > 1:
@@ -131,4 +131,4 @@ class _Products:
             calls, bias = [flatten], row
         args = (*large.args, bias)
         call = Compute(linear, args, {}, tuple(dict.fromkeys(args)), (flat,), source=source)
-        return [*calls, call, replace(shaped, outs=last.outs)]
+        return [*calls, call, replace(shaped, outs=total.outs)]

@@ -47,7 +47,8 @@ def select(device: str, local_rank: int) -> None:
         MeshError: when this host has no device for this process.
     """
     if device == "cpu":
-        return _keep_freed_memory()
+        _keep_freed_memory()
+        return
     module = _module(device)
     count = module.device_count()
     if local_rank >= count:

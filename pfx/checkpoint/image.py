@@ -46,30 +46,21 @@ def room_for(nbytes: int, *, pinned: bool = False) -> Room:
     return np.frombuffer(memory, np.uint8)[:nbytes]
 
 
-def fill(room: Room, sources: Sequence[Source], start: int) -> None:
+def fill(room: Room, sources: Sequence[Source], start: int, threads: int = 1) -> None:
     """Copy pieces to their places in memory that stands for the file from `start` on, and wait."""
-    end = 0
-    for source in sources:
-        at = source.offset - start
-        room[end:at] = 0  # so that files do not hold what was in memory before
-        end = at + source.nbytes
+
+    def place(source: Source) -> None:
+        at, end = source.offset - start, source.offset - start + source.nbytes
         assert source.data is not None
-        _copy(room[at:end], source.data)
-    room[end : _aligned(end)] = 0
+        bits = as_bits(source.data)
+        target = torch.from_numpy(room[at:end]).view(bits.dtype).view(bits.shape)
+        target.copy_(bits, non_blocking=True)
+        room[end : _aligned(end)] = 0  # so that files do not hold what was in memory before
+
+    in_threads(place, sources, threads)
     devices = {source.data.device for source in sources if source.data is not None}
     for device in devices - {torch.device("cpu")}:
         torch.get_device_module(device).synchronize(device)
-
-
-def _copy(room: Room, data: torch.Tensor) -> None:
-    bits = as_bits(data)
-    if bits.device.type == "cpu" and bits.is_contiguous():
-        # Not view(-1), which keeps the stride of a single element.
-        flat = bits.as_strided((bits.numel(),), (1,))
-        np.copyto(room, flat.view(torch.uint8).numpy())
-    else:
-        target = torch.from_numpy(room).view(bits.dtype).view(bits.shape)
-        target.copy_(bits, non_blocking=True)
 
 
 def stretches(sources: Sequence[Source]) -> list[list[Source]]:

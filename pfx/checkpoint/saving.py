@@ -96,7 +96,7 @@ class Writer:
         if self.room is None or len(self.room) < contents.size:
             self.room = None
             self.room = image.room_for(contents.size, pinned=pinned)
-        image.fill(self.room, contents.sources, 0)
+        image.fill(self.room, contents.sources, 0, image.THREADS)
         return self.room
 
 

@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _force_original_view_tracking as _replay_views
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     get_proxy_slot,
@@ -47,6 +48,7 @@ from pfx.meta import Primitive, TensorMeta
 
 DataDependentError = DataDependentOutputException
 DynamicShapeError = DynamicOutputShapeException
+GraphModule = _LazyGraphModule  # writes its Python when it is called, which few ever are
 
 
 @dataclass
@@ -307,7 +309,8 @@ def trace(
 
     # Views are replayed, or the gradient of a change in place would look at memory by strides.
     threads = torch.autograd.set_multithreading_enabled(False)
-    with _restored(), _bare(), threads, _replay_views(True):
+    unwritten = _use_lazy_graph_module(True)  # its Python, a fifth of the time that compiling takes
+    with _restored(), _bare(), threads, _replay_views(True), unwritten:
         fakes = [fake_tensor(TensorMeta.of(value), mode) for value in inputs]
         # Without an input make_fx would make up a fake mode of its own.
         unread = [] if fakes else [fake_tensor(TensorMeta((), torch.bool), mode)]

@@ -17,13 +17,12 @@ from pfx.checkpoint.directory import (
 )
 from pfx.checkpoint.manifest import Head, Leaf, Piece
 from pfx.checkpoint.reading import THREADS, Shards, check_piece
-from pfx.checkpoint.restoring import together
 from pfx.checkpoint.retention import rank
 from pfx.checkpoint.saving import wait_for_pending
 from pfx.checkpoint.threads import in_threads
 from pfx.errors import CheckpointError
 from pfx.mesh import Mesh
-from pfx.runtime.process_world import world_of
+from pfx.runtime.process_world import together, world_of
 
 
 def steps(directory: str | Path) -> list[int]:
@@ -48,12 +47,11 @@ def latest(directory: str | Path, mesh: Mesh | None = None) -> int | None:
     >>> latest("/nowhere")
     """
     path, world = _settled(directory), world_of(mesh)
-
-    def first() -> int | None:
-        place = latest_place(path) if world.rank == 0 else None
-        return None if place is None else place.step
-
-    return together(world, first, give=True)
+    step: int | None = None
+    with together(world, "latest:", CheckpointError):
+        if world.rank == 0 and (place := latest_place(path)) is not None:
+            step = place.step
+    return world.exchange(step, "the latest step")[0]
 
 
 def best(directory: str | Path) -> int | None:

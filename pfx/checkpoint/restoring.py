@@ -22,7 +22,7 @@ from pfx.checkpoint.values import DTYPES, TENSOR_KINDS, decode
 from pfx.errors import CheckpointError, message
 from pfx.mesh import Mesh
 from pfx.runtime import runtime_of
-from pfx.runtime.process_world import World, world_of
+from pfx.runtime.process_world import World, together, world_of
 from pfx.spec import (
     Layout,
     distinct_coordinates,
@@ -80,59 +80,31 @@ def restore(
     if world is None:
         world = world_of(mesh_of(like) if mesh is None else mesh)
     place = _decided(path, step, world)
-    found, partly = together(
-        world, lambda: _restored(place, like, mesh, specs, world.rank, cast=cast, partial=partial)
-    )
+    with together(world, "restore:", CheckpointError):
+        found, partly = _restored(place, like, mesh, specs, world.rank, cast=cast, partial=partial)
     if world.size > 1:
         each = world.exchange([list(piece) for piece in partly], "what a restore read in part")
         unchecked = sorted({(file, offset) for pieces in each for file, offset in pieces})
-        together(world, lambda: _check(place, unchecked[world.rank :: world.size]))
+        with together(world, "restore:", CheckpointError):
+            _check(place, unchecked[world.rank :: world.size])
     return found
 
 
 def _decided(directory: Path, step: int | None, world: World) -> Place:
     """The step that rank 0 takes; every other rank must see the same one there."""
-
-    def first() -> list[Any]:
-        if world.rank:
-            return []
-        place = place_of(directory, step)
-        return [place.step, place.again, manifest_of(place).head.nonce]
-
-    number, again, nonce = together(world, first, give=True)
-
-    def check() -> Place:
-        place = Place(number, again, directory / name_of(number, again))
+    mine: list[Any] = []
+    with together(world, "restore:", CheckpointError):
+        if world.rank == 0:
+            place = place_of(directory, step)
+            mine = [place.step, place.again, manifest_of(place).head.nonce]
+    number, again, nonce = world.exchange(mine, "the step to restore")[0]
+    place = Place(number, again, directory / name_of(number, again))
+    with together(world, "restore:", CheckpointError):
         if world.rank and manifest_of(place).head.nonce != nonce:
             what = "is another one than rank 0 sees."
             fix = "give every rank the same directory, on a file system that all share"
             raise CheckpointError(message(str(place.path), what, fix=fix))
-        return place
-
-    return together(world, check)
-
-
-def together(world: World, act: Callable[[], Any], *, give: bool = False) -> Any:
-    """Do something on every rank; where one fails, all raise its error.
-
-    Args:
-        give: return what rank 0 did.
-    """
-    result, error = None, None
-    try:
-        result = act()
-    except CheckpointError as raised:
-        error = raised
-    if world.size > 1:
-        mine = [str(error) if error else "", result if give else None]
-        found = world.exchange(mine, "a restore")
-        rank = next((rank for rank, (problem, _) in enumerate(found) if problem), None)
-        if rank is not None and error is None:
-            raise CheckpointError(message(f"on rank {rank}:", "", *found[rank][0].splitlines()))
-        result = found[0][1] if give else result
-    if error is not None:
-        raise error
-    return result
+    return place
 
 
 def _restored(

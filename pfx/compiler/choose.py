@@ -16,7 +16,7 @@ import torch.fx
 
 from pfx.compiler.deals import can_deal
 from pfx.compiler.reshard import reshard_bytes
-from pfx.compiler.rule import Assignment, Dims, Rule, operand_nodes, result_values
+from pfx.compiler.rule import Assignment, Dim, Dims, Rule, operand_nodes, result_values
 from pfx.compiler.wishes import Wish, common, filled
 from pfx.mesh import Mesh
 from pfx.spec import Axes, Layout
@@ -46,6 +46,10 @@ class Chooser:
         self.rule, self.mesh = rule, mesh
         self.sizes = [_size(n.meta["val"]) for n in operand_nodes(node)]
         self.out_sizes = [_size(v) for v in result_values(node)]
+        self.dims: dict[str, list[Dim]] = {}  # by factor: those that it is in
+        for dim in itertools.chain(*rule.operands, *rule.results):
+            for factor in dim:
+                self.dims.setdefault(factor, []).append(dim)
 
     def best(
         self,
@@ -73,6 +77,8 @@ class Chooser:
         ]
         proposals = [p for p in ([*wished, *given] if wish_first else [*given, *wished]) if p]
         choices = [self.choice(a, flow) for a in self.candidates(proposals, (*flow.axes, *busy))]
+        if len(choices) == 1:
+            return choices[0]  # the usual case, and a score takes as long as all before it
         return min(choices, key=lambda choice: self.score(choice, proposals, have, wishes))
 
     def proposal(
@@ -120,7 +126,6 @@ class Chooser:
 
     def merge(self, into: Assignment, other: Assignment, busy: Axes) -> None:
         """Add to an assignment what fits: each axis once, parts contiguous, major axes first."""
-        tensors = (*self.rule.operands, *self.rule.results)
         for factor, wanted in other.items():
             have = into.get(factor, ())
             used = {a for f, named in into.items() if f != factor for a in named} | set(busy)
@@ -128,7 +133,7 @@ class Chooser:
             if len(axes) <= len(have) or axes[: len(have)] != have:
                 continue
             into[factor] = axes
-            if not all(self.rule.representable(dims, into, self.mesh) for dims in tensors):
+            if not all(self.rule.representable(dim, into, self.mesh) for dim in self.dims[factor]):
                 into[factor] = have
                 if not have:
                     del into[factor]

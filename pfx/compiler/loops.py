@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from pfx._torch import GraphModule
 from pfx.lax.body import Body
 from pfx.lax.constrain import Constraint
 from pfx.lax.scan import Loop
@@ -31,7 +32,7 @@ def placeholders(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 
 
 def _body(body: Body, graph: torch.fx.Graph) -> Body:
-    return replace(body, module=torch.fx.GraphModule(body.module, graph))
+    return replace(body, module=GraphModule(body.module, graph))
 
 
 def _copied(body: Body) -> torch.fx.Graph:
@@ -174,7 +175,7 @@ def _prune(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     num_xs = sum(loop.num_carry <= i < loop.num_carry + loop.num_xs for i in kept_ins)
     metas = loop.body
     pruned = Body(
-        torch.fx.GraphModule(metas.module, body),
+        GraphModule(metas.module, body),
         tuple(metas.in_metas[i] for i in kept_ins),
         tuple(metas.out_metas[i] for i in kept_outs),
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +43,19 @@ class Lowered:
     captured: list[torch.Tensor] = field(default_factory=list)
 
 
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Put garbage collection off: it looks through all that a trace has made, again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_undisturbed()
 def lower(
     fn: Callable[..., Sequence[torch.Tensor]],
     inputs: Sequence[Any],

@@ -67,23 +67,23 @@ class Rule:
 
     def local_size(self, factor: str, assignment: Assignment, mesh: Mesh) -> int:
         """The size of a factor on one device."""
-        return mesh.extent(assignment.get(factor, ()), self.sizes[factor])
+        axes = assignment.get(factor, ())
+        return mesh.extent(axes, self.sizes[factor]) if axes else self.sizes[factor]
 
     def layout(self, dims: Dims, assignment: Assignment, partial: Axes = ()) -> Layout:
         """The layout of a tensor with these dims under an assignment of axes to factors."""
         axes = tuple(tuple(a for f in dim for a in assignment.get(f, ())) for dim in dims)
         return Layout(axes, partial)
 
-    def representable(self, dims: Dims, assignment: Assignment, mesh: Mesh) -> bool:
+    def representable(self, dim: Dim, assignment: Assignment, mesh: Mesh) -> bool:
         """Tell whether the parts are contiguous blocks: a minor factor splits only after the majors."""
-        for dim in dims:
-            if mesh.deals and not self._even(dim, assignment, mesh):
+        if mesh.deals and not self._even(dim, assignment, mesh):
+            return False
+        open_major = False
+        for f in dim:
+            if assignment.get(f) and open_major:
                 return False
-            open_major = False
-            for f in dim:
-                if assignment.get(f) and open_major:
-                    return False
-                open_major |= self.local_size(f, assignment, mesh) > 1
+            open_major |= self.local_size(f, assignment, mesh) > 1
         return True
 
     def _even(self, dim: Dim, assignment: Assignment, mesh: Mesh) -> bool:

@@ -16,6 +16,7 @@ import torch
 import torch.fx
 
 from pfx import _torch
+from pfx._torch import GraphModule
 from pfx.compiler.decompositions import decomposition_of
 from pfx.compiler.views import tidy_views
 from pfx.lax.body import Body
@@ -51,7 +52,7 @@ def simplify(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     env: dict[torch.fx.Node, torch.fx.Node] = {}
     _copy_into(graph, module, env, None)
     tidy_views(graph)
-    return torch.fx.GraphModule(module, graph)
+    return GraphModule(module, graph)
 
 
 def _copy_into(

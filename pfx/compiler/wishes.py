@@ -32,6 +32,8 @@ def agreed(asked: Sequence[Wish]) -> Wish:
 
 def common(a: Axes, b: Axes) -> Axes:
     """The longest common prefix: axes split a dim row-major, so a prefix is a coarser split."""
+    if not a or not b or a == b:
+        return a and b
     return tuple(
         x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))
     )

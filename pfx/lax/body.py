@@ -19,7 +19,7 @@ import torch
 import torch.fx
 
 from pfx import _torch
-from pfx._torch import OpOverload
+from pfx._torch import GraphModule, OpOverload
 from pfx.lax.manual.local import variance_of
 from pfx.lax.manual.variance import node_variance
 from pfx.lax.ops.functionalize import functionalize
@@ -279,7 +279,7 @@ def _extract(
         if node in needed and node not in env:
             env[node] = graph.node_copy(node, lambda n: env[n])
     graph.output([env[node] for node in outputs])
-    return _body(torch.fx.GraphModule(module, graph))
+    return _body(GraphModule(module, graph))
 
 
 def _ancestors(outputs: Sequence[torch.fx.Node], stop: set[torch.fx.Node]) -> set[torch.fx.Node]:

@@ -7,13 +7,15 @@ alone, and needs no store.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
 import msgpack
 
-from pfx.errors import RuntimeMismatchError
+from pfx.errors import PfxError, RuntimeMismatchError, message
 from pfx.mesh import Mesh
 from pfx.runtime.fingerprint import GRACE, Store, late
 
@@ -192,6 +194,33 @@ def barrier(mesh: Mesh, name: str = "a barrier") -> None:
         RuntimeMismatchError: on every rank, naming those that did not come in time.
     """
     exchange(mesh, None, name)
+
+
+@contextlib.contextmanager
+def together(world: World, where: str, error: type[PfxError]) -> Iterator[None]:
+    """Run a block in every process; an error in one becomes an error in all, so that none waits for it.
+
+    Args:
+        where: what errors begin with.
+        error: what to raise where the block went well, but not in another process.
+
+    >>> from pfx.errors import CheckpointError
+    >>> with together(Alone(), "restore:", CheckpointError):
+    ...     print("done")
+    done
+    """
+    raised: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        raised = caught
+    texts = world.exchange(None if raised is None else str(raised), where)
+    if raised is not None:
+        raise raised
+    failed = [rank for rank, text in enumerate(texts) if text is not None]
+    if failed:
+        ranks = ", ".join(map(str, failed))
+        raise error(message(where, f"failed on rank {ranks}.", *texts[failed[0]].splitlines()))
 
 
 def _key(number: int, what: Any) -> str:

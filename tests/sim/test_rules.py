@@ -225,7 +225,9 @@ def assignments(rule: Rule) -> Iterator[Assignment]:
     for candidate in candidates:
         divides = all(sizes[f] % MESH.count(axes) == 0 for f, axes in candidate.items())
         if divides and all(
-            rule.representable(dims, candidate, MESH) for dims in (*rule.operands, *rule.results)
+            rule.representable(dim, candidate, MESH)
+            for dims in (*rule.operands, *rule.results)
+            for dim in dims
         ):
             yield candidate
 

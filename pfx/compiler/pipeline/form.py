@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from pfx._torch import GraphModule
 from pfx.compiler.loops import erase_dead, outputs_of, placeholders, sink_constraints
 from pfx.compiler.origins import source_of
 from pfx.compiler.pipeline.homes import Homes, NoPipelineError
@@ -293,7 +294,7 @@ def _body(loop: Loop, axis: str, homes: Homes, terms: Sequence[Node]) -> Body:
         replace(TensorMeta.of(n.meta["val"]), variance=n.meta.get("variance")) for n in terms
     )
     sink_constraints(graph)
-    module = torch.fx.GraphModule(loop.body.module, graph)
+    module = GraphModule(loop.body.module, graph)
     return Body(module, loop.body.in_metas[loop.num_carry :], metas)
 
 

@@ -18,7 +18,7 @@ import torch.fx
 from torch.fx import Node
 
 from pfx import _torch
-from pfx._torch import Traced
+from pfx._torch import GraphModule, Traced
 from pfx.errors import TraceError, message
 from pfx.lax.ops.pure_form import PureForm, arguments, is_op, pure_form, writes
 from pfx.lax.ops.views import Emit, View, is_view, may_overlap, memory_order
@@ -101,7 +101,7 @@ class _Functionalizer:
             else:
                 self.env[node] = self.copy(node)
         _erase_dead(self.graph)
-        return torch.fx.GraphModule(self.traced.module, self.graph)
+        return GraphModule(self.traced.module, self.graph)
 
     def copy(self, node: Node) -> Any:
         """Return what stands for `node`."""

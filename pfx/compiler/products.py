@@ -35,6 +35,9 @@ def linear(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor) -> torch.Tensor
     return _torch.onednn_product(a, b, bias)
 
 
+PRODUCTS = (product, linear)
+
+
 def speed_up_products(program: Block) -> None:
     """Replace the large products of a program, its loops and its stages, in place."""
     if program.mesh.device != "cpu" or not _torch.has_onednn():

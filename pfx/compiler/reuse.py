@@ -23,6 +23,7 @@ from pfx.compiler.ir import (
     last_uses,
 )
 from pfx.compiler.pipeline.primitive import EACH
+from pfx.compiler.products import PRODUCTS
 
 
 def reuse_buffers(block: Block) -> None:
@@ -82,10 +83,15 @@ def _made_here(block: Block) -> set[int]:
         if isinstance(instr, PipelineInstr):
             pairs = zip(instr.made.outputs, instr.outs, strict=True)
             found |= {out.number for output, out in pairs if output.home == EACH}
-        elif isinstance(instr, Compute) and isinstance(instr.target, (OpOverload, Kernel)):
-            if not is_view(instr.target):
-                found |= {out.number for out in instr.outs if out is not None}
+        elif isinstance(instr, Compute) and _allocates(instr.target):
+            found |= {out.number for out in instr.outs if out is not None}
     return found
+
+
+def _allocates(target: Any) -> bool:
+    """Tell whether every call of a target returns memory that nothing else has."""
+    known = isinstance(target, (OpOverload, Kernel)) or target in PRODUCTS
+    return known and not is_view(target)
 
 
 def _last_reads(block: Block, roots: dict[int, int]) -> dict[int, int]:

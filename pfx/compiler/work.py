@@ -23,7 +23,7 @@ from pfx.compiler.ir import (
     Value,
     is_view,
 )
-from pfx.compiler.products import linear, product
+from pfx.compiler.products import PRODUCTS
 from pfx.mesh import Mesh
 from pfx.schedules import Action, Timeline, simulate
 
@@ -42,7 +42,6 @@ class Rates(NamedTuple):
     call: float
 
 
-_PRODUCTS = {add_product_to: "addmm", product: "mm", linear: "mm"}
 # These read only as much of their operands as they write.
 PICKS = frozenset(("embedding", "gather", "index", "index_select"))
 
@@ -127,8 +126,10 @@ def _of_call(instr: Compute, mesh: Mesh) -> Work:
 
 def _name(target: Any) -> str:
     """The name of an aten op without its overload; nothing for another function."""
-    if target in _PRODUCTS:
-        return _PRODUCTS[target]
+    if target is add_product_to:
+        return "addmm"
+    if target in PRODUCTS:
+        return "mm"
     return target._schema.name.removeprefix("aten::") if isinstance(target, OpOverload) else ""
 
 

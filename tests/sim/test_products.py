@@ -13,6 +13,7 @@ import torch
 import pfx
 from pfx import P, _torch
 from pfx.compiler import products
+from pfx.compiler.ir import Compute
 from pfx.compiler.work import work_of
 
 MESH = pfx.make_mesh(x=2)
@@ -173,6 +174,18 @@ def test_the_size_that_counts_is_a_devices(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(products, "LARGE", 6 * 4 * 5)
     assert "product(" in lower(P())
     assert "aten.mm(" in lower(P("x"))
+
+
+def test_what_follows_runs_in_the_memory_of_a_product():
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ w) * 2
+
+    x, w = torch.randn(6, 4), torch.randn(4, 5)
+    step = pfx.jit(fn, mesh=MESH)
+    made, *rest = [i for i in step.lower(x, w).instrs if isinstance(i, Compute)]
+    assert made.target is products.product
+    assert [max(i.over, default=-1) for i in rest] == [0, 0]
+    close(pfx.device_get(step(x, w)), fn(x, w))
 
 
 def test_its_work_is_that_of_a_product(monkeypatch: pytest.MonkeyPatch):

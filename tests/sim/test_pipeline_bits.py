@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import pfx
+from pfx.compiler import products
 from pfx.schedules import Schedule
-from tests.common import Case, State, differences, run, tolerance
+from tests.common import Case, State, assert_same_run, differences, run, tolerance
 from tests.sim.pipelines import VIRTUAL, assert_same_bits
 
 LAYERS, MICROBATCHES = 8, 5
@@ -70,6 +71,16 @@ def test_both_ends_at_one_device(undivided: list[State]) -> None:
     """There the tied table's gradient is added up before it is divided by the weight, not after."""
     found = run_of("zb-v", virtual=2, plan={"dp": 1})
     assert_same_bits(found[:1], undivided[:1], "grad_norm", "table")
+
+
+def test_halves_of_a_backward_by_the_kernels_of_large_products(
+    monkeypatch: pytest.MonkeyPatch, flat: list[State]
+) -> None:
+    """A half, a whole and a forward choose one kernel for a product, whatever else is beside it."""
+    monkeypatch.setattr(products, "LARGE", 1)
+    whole = run_of("1f1b")
+    assert_same_bits(run_of("zb-h1"), whole)
+    assert_same_run(whole, flat, tolerance(torch.float32))
 
 
 def test_any_legal_order(flat: list[State], v_shaped: list[State]) -> None:

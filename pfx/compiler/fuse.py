@@ -7,7 +7,6 @@ is the arithmetic, wherever it comes from.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from pfx.compiler.ir import Block, Compute, Instr, Value
 from pfx.compiler.kernels import AdamW, AddScaled, Momentum, SumOfSquares
+from pfx.compiler.makers import Makers
 
 aten = torch.ops.aten
 Changes = Mapping[int, Instr | None]
@@ -24,7 +24,7 @@ def fuse_updates(block: Block) -> None:
     """Replace the chains that update parameters, and sums of squares, by one call each, in place."""
     if block.mesh.device != "cpu":
         return  # reading a rate would wait for the device
-    graph = _Graph(block)
+    graph = Makers(block)
     changed: dict[int, Instr | None] = {}
     for instr in block.instrs:
         if isinstance(instr, Compute):
@@ -33,29 +33,7 @@ def fuse_updates(block: Block) -> None:
     block.instrs = [instr for instr in now if instr is not None]
 
 
-class _Graph:
-    """Who makes and who reads each value of a block."""
-
-    def __init__(self, block: Block) -> None:
-        self.makers: dict[int, Instr] = {}
-        self.reads = Counter(v.number for instr in block.instrs for v in instr.ins)
-        self.outputs = {v.number for v in block.outputs}
-        for instr in block.instrs:
-            self.makers |= {out.number: instr for out in instr.outs if out is not None}
-
-    def call(
-        self, value: Any, target: Any, *, alone: bool = True, reads: int = 1
-    ) -> Compute | None:
-        """The call of an op that makes a value, which (if alone) only so many others read."""
-        if not isinstance(value, Value):
-            return None
-        maker = self.makers.get(value.number)
-        once = self.reads[value.number] == reads and value.number not in self.outputs
-        found = isinstance(maker, Compute) and maker.target is target and (once or not alone)
-        return maker if found else None  # type: ignore[return-value]
-
-
-def _squares(total: Compute, graph: _Graph) -> Changes:
+def _squares(total: Compute, graph: Makers) -> Changes:
     """A sum of ``x * x`` over all dims but leading ones."""
     kernel = _sum_of(total)
     square = kernel and graph.call(total.args[0], aten.mul.Tensor)
@@ -81,7 +59,7 @@ def _sum_of(total: Compute) -> SumOfSquares | None:
     return SumOfSquares(dims[0], bool(total.args[2]) if len(total.args) > 2 else False)
 
 
-def _update(last: Compute, graph: _Graph) -> Changes:
+def _update(last: Compute, graph: Makers) -> Changes:
     """The chain that ends in ``p + rate · direction``."""
     if last.target is not aten.add.Tensor or last.kwargs or len(last.ins) != 2:
         return {}
@@ -104,7 +82,7 @@ def _call(target: Any, operands: tuple[Any, ...], outs: Any, last: Compute) -> C
     return Compute(target, operands, {}, ins, outs, source=last.source, many=len(outs) > 1)
 
 
-def _adam(p: Value, decayed: Value, rate: Value, last: Compute, graph: _Graph) -> Changes:
+def _adam(p: Value, decayed: Value, rate: Value, last: Compute, graph: Makers) -> Changes:
     decay = graph.call(decayed, aten.add.Tensor)
     ratio = graph.call(decay.args[0] if decay else decayed, aten.div.Tensor)
     if ratio is None or (decay and not _reads(decay.args[1], p)):
@@ -136,7 +114,7 @@ def _adam(p: Value, decayed: Value, rate: Value, last: Compute, graph: _Graph) -
     return {**{id(instr): None for instr in gone if instr}, id(last): call}
 
 
-def _momentum(p: Value, direction: Value, rate: Value, last: Compute, graph: _Graph) -> Changes:
+def _momentum(p: Value, direction: Value, rate: Value, last: Compute, graph: Makers) -> Changes:
     """``v = g + momentum · v``, or ``g + momentum · v`` of that v; g perhaps with a decay in it."""
     ahead = graph.call(direction, aten.add.Tensor)
     inner = ahead and graph.call(ahead.args[1], aten.add.Tensor, alone=False)

@@ -9,7 +9,6 @@ weight's gradient) stays with BLAS, which is as fast there and can add to a sum.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 
 from pfx import _torch
 from pfx.compiler.ir import Block, Compute, Instr, LoopInstr, PipelineInstr, Value
+from pfx.compiler.makers import Makers
 from pfx.spec import Layout
 
 aten = torch.ops.aten
@@ -58,13 +58,11 @@ def _blocks(block: Block) -> Iterator[Block]:
 
 
 class _Products:
-    """The products of a block, and who makes and reads its values."""
+    """The products of a block."""
 
     def __init__(self, block: Block) -> None:
         self.block, self.mesh = block, block.mesh
-        self.makers = {v.number: i for i in block.instrs for v in i.outs if v is not None}
-        self.reads = Counter(v.number for instr in block.instrs for v in instr.ins)
-        self.reads.update(v.number for v in block.outputs)
+        self.graph = Makers(block)
 
     def speed_up(self) -> None:
         """Replace those that are large, and the sums of one and a bias."""
@@ -73,7 +71,7 @@ class _Products:
             if found := self.biased(instr):
                 large, shaped, bias = found
                 changed |= {id(large): [], id(shaped): []}
-                changed[id(instr)] = self.linear(large, shaped, bias, instr)
+                changed[id(instr)] = self.with_bias(large, shaped, bias, instr)
             elif self.is_large(instr) and id(instr) not in changed:
                 changed[id(instr)] = [replace(instr, target=product)]  # type: ignore[type-var]
         self.block.instrs = [
@@ -85,7 +83,7 @@ class _Products:
         if not isinstance(instr, Compute) or instr.target is not aten.mm.default:
             return False
         a, b = instr.args
-        turned = getattr(self.makers.get(a.number), "target", None) in _TURNS
+        turned = getattr(self.graph.makers.get(a.number), "target", None) in _TURNS
         if turned or not a.dtype == b.dtype == torch.float32:
             return False
         (m, k), n = a.local_shape(self.mesh), b.local_shape(self.mesh)[1]
@@ -98,17 +96,11 @@ class _Products:
         if not all(isinstance(arg, Value) for arg in last.args):
             return None
         for y, bias in (last.args, last.args[::-1]):
-            shaped = self.only_read(y, aten.reshape.default)
-            large = shaped and self.only_read(shaped.ins[0], aten.mm.default)
+            shaped = self.graph.call(y, aten.reshape.default)
+            large = shaped and self.graph.call(shaped.ins[0], aten.mm.default)
             if shaped and large and self.is_large(large) and self.is_a_row(bias, y, shaped.ins[0]):
                 return large, shaped, bias
         return None
-
-    def only_read(self, value: Value, target: Any) -> Compute | None:
-        """The call of an op that makes a value with one reader."""
-        maker = self.makers.get(value.number)
-        once = isinstance(maker, Compute) and maker.target is target
-        return maker if once and self.reads[value.number] == 1 else None  # type: ignore[return-value]
 
     def is_a_row(self, bias: Value, y: Value, flat: Value) -> bool:
         """Tell whether a bias is added to the trailing dims of `y` that are the columns of a product."""
@@ -120,7 +112,7 @@ class _Products:
         columns = flat.local_shape(self.mesh)[1]
         return math.prod(row) == columns and shape[len(shape) - len(row) :] == row
 
-    def linear(self, large: Compute, shaped: Compute, bias: Value, total: Instr) -> list[Instr]:
+    def with_bias(self, large: Compute, shaped: Compute, bias: Value, total: Instr) -> list[Instr]:
         """The product with its bias, in the shape of the sum that it replaces."""
         (flat,), source = large.outs, total.source
         assert flat is not None

@@ -34,14 +34,10 @@ def local_call(instr: Compute, *, reuse: bool = True) -> Call:
 
     With `reuse`, a call marked to overwrite operands does so.
     """
-    out = -1
     positions = {value.number: i for i, value in enumerate(instr.ins)}
-    if reuse:
-        target, keywords = as_marked(instr)
-        if "out" in keywords:
-            out = positions[keywords.pop("out").number]
-        instr = replace(instr, target=target, kwargs={**instr.kwargs, **keywords})
-    instr = replace(instr, target=function_of(instr.target))
+    target, keywords = as_marked(instr) if reuse else (instr.target, {})
+    out = positions[keywords.pop("out").number] if "out" in keywords else -1
+    instr = replace(instr, target=function_of(target), kwargs={**instr.kwargs, **keywords})
     nested = [a for a in instr.args if not isinstance(a, Value)]
     if any(values_in([*nested, *instr.kwargs.values()])):
         return _nested(instr, positions, out)
